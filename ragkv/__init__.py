@@ -1,0 +1,42 @@
+"""ragkv archives the KV cache of a long document and answers questions from the archive.
+
+Names are imported on first use, so that importing the package stays quick.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ragkv.version import __version__
+
+if TYPE_CHECKING:
+    from ragkv.archive import Archive
+    from ragkv.attention import attach
+    from ragkv.build import BuildResult, build_archive
+    from ragkv.cache import ArchiveCache
+    from ragkv.errors import RagkvError
+    from ragkv.layout import PromptLayout
+    from ragkv.models import LoadedModel, load_model
+    from ragkv.recipe import Recipe
+
+_HOMES = {
+    "Archive": "archive",
+    "ArchiveCache": "cache",
+    "BuildResult": "build",
+    "LoadedModel": "models",
+    "PromptLayout": "layout",
+    "RagkvError": "errors",
+    "Recipe": "recipe",
+    "attach": "attention",
+    "build_archive": "build",
+    "load_model": "models",
+}
+
+__all__ = [*_HOMES, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ragkv' has no attribute {name!r}")
+    return getattr(import_module(f"ragkv.{_HOMES[name]}"), name)

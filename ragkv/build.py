@@ -1,0 +1,199 @@
+"""Build an archive: text -> tokens -> prefill -> keys/values -> clusters -> files, manifest last."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ragkv import publish
+from ragkv.architecture import model_shape
+from ragkv.faiss_io import write_centroids
+from ragkv.fingerprint import fingerprint
+from ragkv.kmeans import cluster_keys, group_sizes, group_sums
+from ragkv.layout import PromptLayout, PromptTokens, tokenize_prompt
+from ragkv.manifest import LayerEntry, Manifest
+from ragkv.models import LoadedModel
+from ragkv.prefill import CapturedLayer, check_document_length, prefill
+from ragkv.recipe import Recipe
+from ragkv.rows import EXACT, Rows, write_rows
+from ragkv.tables import write_prototypes, write_tokens
+from ragkv.version import __version__
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stage name, steps done and steps in all."""
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """What a build did. Times in seconds: ``prefill_s``, and ``build_s`` for clustering, encoding and writing."""
+
+    path: Path
+    manifest: Manifest
+    prefill_s: float
+    build_s: float
+
+
+@dataclass(frozen=True)
+class Span:
+    """Positions of a prompt: exact ones are [0, head) and [tail, end), archived ones [head, tail)."""
+
+    head: int
+    tail: int
+    end: int
+
+
+@torch.no_grad()
+def build_archive(
+    model: LoadedModel,
+    document: str,
+    path: str | Path,
+    *,
+    recipe: Recipe | None = None,
+    layout: PromptLayout | None = None,
+    document_name: str = "",
+    on_progress: Progress | None = None,
+) -> BuildResult:
+    """Prefill `document` once and archive its keys and values in the folder `path`.
+
+    The archive appears whole or not at all: it is written to a temporary folder beside `path`, checked, and renamed.
+    An archive that stood at `path` is replaced.
+
+    Parameters
+    ----------
+    model
+        From `load_model`; weights and code stay untouched.
+    document
+        The text. Literal special tokens in it are archived as text.
+    recipe, layout
+        Default to `Recipe()` and `PromptLayout.default(tokenizer)`.
+    on_progress
+        Called with ("prefill" | "cluster", done, total).
+
+    Raises
+    ------
+    ConfigError
+        If the document is empty or longer than the model's context.
+    UnsupportedModelError
+        If this model's cache cannot be archived exactly.
+    NonFiniteError
+        If the model computed a NaN or infinite key or value.
+    """
+    recipe = recipe or Recipe()
+    layout = layout or PromptLayout.default(model.tokenizer)
+    tokens = tokenize_prompt(model.tokenizer, layout, document)
+    prompt_ids = (*tokens.prefix_ids, *tokens.document_ids)
+    check_document_length(model.model, len(prompt_ids))
+
+    def report(stage: str) -> Callable[[int, int], None] | None:
+        return None if on_progress is None else lambda done, total: on_progress(stage, done, total)
+
+    started = time.perf_counter()
+    captured = prefill(model.model, prompt_ids, on_progress=report("prefill"))
+    prefilled = time.perf_counter()
+    span, shape = document_span(tokens, recipe), model_shape(model.model.config)
+    with publish.staging(Path(path)) as folder:
+        (folder / "layers").mkdir()
+        entries, asked = [], 0
+        for index, layer in enumerate(captured):
+            window = shape.layers[index].window
+            entry, asked_here = _write_layer(folder, index, layer, window=window, span=span, recipe=recipe)
+            entries.append(entry)
+            asked = max(asked, asked_here)
+            if on_progress is not None:
+                on_progress("cluster", index + 1, len(captured))
+        write_tokens(folder, tokens)
+        manifest = Manifest(
+            created_by=f"ragkv {__version__}",
+            model_name=model.name,
+            fingerprint=fingerprint(model.model, model.tokenizer, captured[0].keys.dtype),
+            layout=layout,
+            prefix_seam_differs=tokens.prefix_seam_differs,
+            question_seam_differs=tokens.question_seam_differs,
+            document_name=document_name,
+            document_sha256=hashlib.sha256(document.encode("utf-8", "surrogatepass")).hexdigest(),
+            recipe=recipe,
+            clusters_asked=asked,
+            prefix_tokens=len(tokens.prefix_ids),
+            document_tokens=len(tokens.document_ids),
+            archived_tokens=span.tail - span.head,
+            head_tokens=span.head,
+            layers=tuple(entries),
+            files={},
+        )
+        manifest = publish.seal(folder, manifest)
+    finished = time.perf_counter()
+    return BuildResult(
+        path=Path(path), manifest=manifest, prefill_s=prefilled - started, build_s=finished - prefilled
+    )
+
+
+def document_span(tokens: PromptTokens, recipe: Recipe) -> Span:
+    """Which positions are archived: all but the prefix (or the first sink tokens) and the window at the end."""
+    end = len(tokens.prefix_ids) + len(tokens.document_ids)
+    head = min(end, max(len(tokens.prefix_ids), recipe.sink_tokens))
+    return Span(head=head, tail=max(head, end - recipe.window_tokens), end=end)
+
+
+def _write_layer(
+    folder: Path, index: int, layer: CapturedLayer, *, window: int | None, span: Span, recipe: Recipe
+) -> tuple[LayerEntry, int]:
+    """Write the files of one layer; returns its manifest entry and the clusters asked for."""
+    n_kv_heads, n_tokens, key_dim = layer.keys.shape
+    entry = LayerEntry(
+        index=index,
+        window=window,
+        n_kv_heads=n_kv_heads,
+        key_dim=key_dim,
+        value_dim=layer.values.shape[-1],
+        exact_tokens=n_tokens if window is not None else span.end - (span.tail - span.head),
+        clusters=(),
+    )
+    rows_path = folder / entry.rows_file
+    if window is not None or span.tail == span.head:
+        write_rows(rows_path, exact_rows(layer, slice(0, n_tokens)), None, [])
+        return entry, 0
+    keys, values = layer.keys[:, span.head : span.tail], layer.values[:, span.head : span.tail]
+    clusters = cluster_keys(keys, recipe)
+    n_clusters = int(clusters.n_clusters.max())
+    sizes = group_sizes(clusters.labels, n_clusters)  # (n_kv_heads, n_clusters)
+    counts = sizes.unsqueeze(-1).clamp_min(1)
+    centroids = (group_sums(keys, clusters.labels, n_clusters) / counts).to(keys.dtype)
+    means = (group_sums(values, clusters.labels, n_clusters) / counts).to(values.dtype)
+    order = clusters.labels.argsort(dim=1, stable=True)  # cluster order, positions ascending inside a cluster
+    heads = torch.arange(n_kv_heads, device=order.device).unsqueeze(1).expand_as(order)
+    per_head = clusters.n_clusters.tolist()
+    archived = Rows(
+        kv_head=heads.reshape(-1),
+        cluster=clusters.labels.gather(1, order).reshape(-1),
+        position=(order + span.head).reshape(-1),
+        keys=keys[heads, order].reshape(-1, key_dim),
+        values=values[heads, order].reshape(-1, values.shape[-1]),
+    )
+    exact = exact_rows(layer, slice(0, span.head), slice(span.tail, span.end))
+    write_rows(rows_path, exact, archived, [row[:n] for row, n in zip(sizes.tolist(), per_head, strict=True)])
+    used = torch.arange(n_clusters, device=sizes.device) < clusters.n_clusters.unsqueeze(1)
+    write_prototypes(folder / entry.prototypes_file, used, sizes, means)
+    write_centroids(folder / entry.centroids_file, centroids[used])
+    entry = LayerEntry(**{**entry.__dict__, "clusters": tuple(per_head)})
+    return entry, clusters.asked
+
+
+def exact_rows(layer: CapturedLayer, *parts: slice) -> Rows:
+    """Rows of the tokens that are attended exactly, KV head by KV head."""
+    keys = torch.cat([layer.keys[:, part] for part in parts], dim=1)
+    values = torch.cat([layer.values[:, part] for part in parts], dim=1)
+    positions = torch.arange(layer.first_position, layer.first_position + layer.keys.shape[1])
+    positions = torch.cat([positions[part] for part in parts])
+    n_kv_heads, n_tokens = keys.shape[:2]
+    return Rows(
+        kv_head=torch.arange(n_kv_heads).repeat_interleave(n_tokens),
+        cluster=torch.full((n_kv_heads * n_tokens,), EXACT),
+        position=positions.repeat(n_kv_heads),
+        keys=keys.reshape(-1, keys.shape[-1]),
+        values=values.reshape(-1, values.shape[-1]),
+    )

@@ -1,0 +1,123 @@
+"""The cache that ``model.generate`` takes: local tokens in memory, the document through its archive."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer
+
+from ragkv.architecture import check_length, model_shape
+from ragkv.archive import Archive, ArchivedLayer
+from ragkv.attention import AttentionCall, dense_attention, tag
+from ragkv.errors import ConfigError
+from ragkv.recall import Observer, recall_attention
+
+DEFAULT_BUDGET = 256
+"""Archived tokens recalled per KV head and query token."""
+
+
+class ArchiveCache(Cache):
+    """A cache for stock ``model.generate(**archive.questions([...]), cache=ArchiveCache(archive))``.
+
+    Holds only question and answer tokens and reports their number as its length. One cache serves one call of
+    ``generate``; any number of caches may share an archive, in any number of threads.
+
+    Parameters
+    ----------
+    archive
+        From `Archive.open`.
+    budget
+        Archived tokens that each query token recalls per KV head; whole clusters, so slightly more may come.
+    observer
+        Receives what every layer recalled, see `RecallTrace`; None costs nothing.
+
+    Raises
+    ------
+    ConfigError
+        If the budget is not a whole number of at least 1, or the model is not attached.
+    """
+
+    def __init__(self, archive: Archive, *, budget: int = DEFAULT_BUDGET, observer: Observer | None = None) -> None:
+        if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
+            raise ConfigError(f"budget is {budget!r}; give a whole number of tokens of at least 1")
+        archive.require_attached()
+        self.archive = archive
+        super().__init__(layers=[ArchiveCacheLayer(archive, layer, budget, observer) for layer in archive.layers])
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of question and answer keys and values."""
+        return sum(
+            tensor.numel() * tensor.element_size()
+            for layer in self.layers
+            if layer.get_seq_length()
+            for tensor in (layer.keys, layer.values)
+        )
+
+
+class ArchiveCacheLayer(DynamicLayer):
+    """Local keys and values of one layer, tied to its archived layer for the attention that follows each update."""
+
+    def __init__(self, archive: Archive, layer: ArchivedLayer, budget: int, observer: Observer | None) -> None:
+        super().__init__()
+        self._archive, self._layer, self._budget, self._observer = archive, layer, budget, observer
+        self._shape = model_shape(archive.model.model.config)
+        self._attended = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append local keys and values; the returned keys carry the archive to the attention function."""
+        if not self._attended:
+            raise ConfigError(
+                "the model's attention ignored the archive of the last step; load the model with ragkv.load_model, "
+                "or call ragkv.attach(model), and do not compile it"
+            )
+        self._attended = False
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        check_length(self._shape, self._archive.n_tokens + keys.shape[-2])
+        return tag(keys.view_as(keys), self), values
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Attention of one call over archive and local keys; invoked by the registered attention function."""
+        self._attended = True
+        if self._layer.index == 0 and call.key.shape[2] == call.query.shape[2]:
+            self._check_positions(call)
+        if self._layer.window is None:
+            return recall_attention(call, self._layer, self._budget, self._observer)
+        return dense_attention(self._with_window(call, self._layer.window))
+
+    def _check_positions(self, call: AttentionCall) -> None:
+        """The first call must start where the archive ends: elsewhere the answer would be fluent and wrong."""
+        n_seen = call.mask[:, 0, -1].sum(-1)  # (batch or 1,); real tokens, or those of them inside the window
+        expected = self._archive.n_tokens + n_seen - 1
+        last = expected - 1 if call.positions is None else call.positions[:, -1]
+        right = last == expected
+        if self._layer.window is not None:
+            right |= (n_seen == self._layer.window) & (last > expected)
+        if not bool(right.all()):
+            found = None if call.positions is None else last.tolist()
+            raise ConfigError(
+                f"the last question token has position {found}, with this archive it must be {expected.tolist()}; "
+                "pass position_ids from Archive.questions to generate"
+            )
+
+    def _with_window(self, call: AttentionCall, window: int) -> AttentionCall:
+        """Put the archived window in front of the local keys; a query token sees `window` tokens, itself included."""
+        layer, (batch, n_rows) = self._layer, (call.query.shape[0], call.query.shape[2])
+        if call.positions is None:
+            raise ConfigError("the model passes no position_ids to its attention; sliding layers need them")
+        positions = call.positions.expand(batch, -1).unsqueeze(-1)
+        seen = (layer.exact_positions > positions - window).unsqueeze(1)  # (batch, 1, n_rows, n_exact)
+        local = call.mask.expand(batch, 1, n_rows, -1)
+        return AttentionCall(
+            call.query,
+            torch.cat([layer.exact_keys.expand(batch, -1, -1, -1), call.key], dim=2),
+            torch.cat([layer.exact_values.expand(batch, -1, -1, -1), call.value], dim=2),
+            mask=torch.cat([seen, local], dim=-1),
+            scaling=call.scaling,
+            softcap=call.softcap,
+            sinks=call.sinks,
+        )

@@ -1,0 +1,67 @@
+"""The console entry point: registers the commands and turns an error into one line."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
+
+import typer
+
+from ragkv.cli.ledger import ledger
+from ragkv.errors import RagkvError
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("ledger")(ledger)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        try:
+            number = version("ragkv")
+        except PackageNotFoundError:
+            number = "(not installed)"
+        print(f"ragkv {number}")
+        raise typer.Exit
+
+
+@app.callback()
+def describe(
+    _version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Archive the KV cache of a long document once, then answer questions about it without reading it again.
+
+    Keys are clustered per layer and KV head: one prototype per cluster (mean key, mean value, size) stays in memory,
+    and the real keys and values go to disk. For each query the clusters that matter are fetched and attended exactly,
+    so memory follows the number of clusters instead of the number of tokens.
+
+    \b
+    Example, what would an archive save:
+      ragkv ledger --model demo --tokens 32768
+    """
+
+
+def main() -> None:
+    """Run the command line; a `RagkvError` becomes one line on stderr and exit code 2, an interrupt exit code 130."""
+    try:
+        app(prog_name="ragkv")
+    except RagkvError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(EXIT_ERROR) from error
+    except KeyboardInterrupt as error:
+        raise SystemExit(EXIT_INTERRUPTED) from error
+
+
+if __name__ == "__main__":
+    main()

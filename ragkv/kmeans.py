@@ -1,0 +1,128 @@
+"""Group the keys of one layer by meaning: k-means for all KV heads in one batched product.
+
+Lloyd's algorithm with evenly spaced initial centroids, as measured in this project to serve recall best. The
+result is a partition: every token has exactly one label, and clusters that ended empty are dropped, so there are
+never more clusters than distinct keys.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from ragkv.faiss_io import faiss_kmeans
+from ragkv.recipe import Recipe
+
+log = logging.getLogger(__name__)
+
+FAISS_CLUSTERS = 16_384
+"""Clusters in one segment above which ``clusterer="auto"`` hands over to FAISS."""
+
+_SCORE_FLOATS = 1 << 20  # scores held at once: stays in the last-level cache, measured twice as fast as one big product
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """A partition of the tokens of one layer.
+
+    ``labels`` (n_kv_heads, n_tokens) int64, compact per head; ``n_clusters`` (n_kv_heads,) int64: how many labels
+    each head really uses (the effective count; the asked one is `asked`).
+    """
+
+    labels: torch.Tensor
+    n_clusters: torch.Tensor
+    asked: int
+
+
+def cluster_keys(keys: torch.Tensor, recipe: Recipe) -> Clusters:
+    """Cluster the keys of one layer, every KV head on its own.
+
+    Parameters
+    ----------
+    keys
+        (n_kv_heads, n_tokens, head_dim) of any floating dtype, after RoPE.
+    recipe
+        ``tokens_per_cluster``, ``segment_tokens``, ``kmeans_iterations``, ``clusterer`` and ``seed`` are used.
+    """
+    n_kv_heads, n_tokens, _ = keys.shape
+    labels = torch.empty(n_kv_heads, n_tokens, dtype=torch.int64, device=keys.device)
+    asked = 0
+    for start, stop in _segments(n_tokens, recipe.segment_tokens):
+        points = keys[:, start:stop].float()
+        n_clusters = -(-(stop - start) // recipe.tokens_per_cluster)
+        labels[:, start:stop] = asked + _kmeans(points, n_clusters, recipe)
+        asked += n_clusters
+    labels, effective = _compact(labels, asked)
+    if asked and int(effective.min()) < asked:
+        log.debug("clusters: asked %d per head, effective %s", asked, effective.tolist())
+    return Clusters(labels=labels, n_clusters=effective, asked=asked)
+
+
+def group_sums(points: torch.Tensor, labels: torch.Tensor, n_groups: int) -> torch.Tensor:
+    """Sum `points` (n_heads, n, dim) by `labels` (n_heads, n): (n_heads, n_groups, dim) float32, zero where empty.
+
+    Sorted segments rather than scattered additions: the same order of summation on every run and device.
+    """
+    n_heads, n_points, dim = points.shape
+    flat = labels + torch.arange(n_heads, device=labels.device).unsqueeze(1) * n_groups
+    order = flat.reshape(-1).argsort(stable=True)
+    lengths = torch.bincount(flat.reshape(-1), minlength=n_heads * n_groups)
+    rows = points.reshape(n_heads * n_points, dim)[order].float()
+    return torch.segment_reduce(rows, "sum", lengths=lengths, axis=0, initial=0).reshape(n_heads, n_groups, dim)
+
+
+def group_sizes(labels: torch.Tensor, n_groups: int) -> torch.Tensor:
+    """Count `labels` (n_heads, n) per head: (n_heads, n_groups) int64."""
+    sizes = labels.new_zeros(labels.shape[0], n_groups)
+    return sizes.scatter_add_(1, labels, torch.ones_like(labels))
+
+
+def _segments(n_tokens: int, segment_tokens: int) -> list[tuple[int, int]]:
+    """Cut `n_tokens` into equal runs of at most about `segment_tokens`."""
+    if n_tokens == 0:
+        return []
+    n_segments = -(-n_tokens // segment_tokens)
+    cuts = [round(i * n_tokens / n_segments) for i in range(n_segments + 1)]
+    return list(zip(cuts[:-1], cuts[1:], strict=True))
+
+
+def _kmeans(points: torch.Tensor, n_clusters: int, recipe: Recipe) -> torch.Tensor:
+    """Label `points` (n_heads, n, dim) float32 with `n_clusters` centroids per head: (n_heads, n) int64."""
+    n_points = points.shape[1]
+    points = points - points.mean(dim=1, keepdim=True)  # biased keys (Qwen2) would cost the distances their precision
+    spaced = (torch.arange(n_clusters, device=points.device) * n_points) // n_clusters + n_points // (2 * n_clusters)
+    centroids = points[:, spaced]
+    use_faiss = recipe.clusterer == "faiss" or (recipe.clusterer == "auto" and n_clusters > FAISS_CLUSTERS)
+    if use_faiss:
+        return assign(points, faiss_kmeans(points, centroids, recipe.kmeans_iterations, recipe.seed))
+    labels = assign(points, centroids)
+    for _ in range(recipe.kmeans_iterations):
+        sizes = group_sizes(labels, n_clusters).unsqueeze(-1)
+        means = group_sums(points, labels, n_clusters) / sizes.clamp_min(1)
+        centroids = torch.where(sizes > 0, means, centroids)
+        labels, previous = assign(points, centroids), labels
+        if torch.equal(labels, previous):
+            break
+    return labels
+
+
+def assign(points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
+    """Label every point (n_heads, n, dim) with its nearest centroid (n_heads, n_clusters, dim) by L2 distance."""
+    n_heads, n_points, _ = points.shape
+    half_norms = centroids.square().sum(-1).mul(-0.5).unsqueeze(1)  # (n_heads, 1, n_clusters)
+    by_dim = centroids.transpose(1, 2).contiguous()
+    labels = torch.empty(n_heads, n_points, dtype=torch.int64, device=points.device)
+    block = max(1, _SCORE_FLOATS // max(1, n_heads * centroids.shape[1]))
+    for start in range(0, n_points, block):
+        scores = torch.baddbmm(half_norms, points[:, start : start + block], by_dim)
+        labels[:, start : start + block] = scores.argmax(-1)
+    return labels
+
+
+def _compact(labels: torch.Tensor, n_labels: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Renumber labels so that no head has an unused one; returns the labels and the number used per head."""
+    used = group_sizes(labels, n_labels) > 0
+    renumbered = used.cumsum(1) - 1
+    return renumbered.gather(1, labels), used.sum(1)

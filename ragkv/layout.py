@@ -1,0 +1,154 @@
+"""Where the document and the question stand in the prompt, and how their token ids are spliced.
+
+Token ids are joined, never re-tokenised: the archived ids of prefix and document stay as they were when the keys were
+computed. Text that comes from a document or a question is data: a literal special token in it stays text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ragkv.errors import ConfigError
+
+DOCUMENT_SLOT = "{document}"
+QUESTION_SLOT = "{question}"
+_SEAM_CHARS = 256
+
+PLAIN_PREFIX = "Read the document, then answer the question about it.\n\n"
+PLAIN_QUESTION = "\n\nQuestion: {question}\nShort answer:"
+CHAT_PROMPT = (
+    "Read the document, then answer the question about it.\n\n{document}\n\n"
+    "Question: {question}\nAnswer briefly and only from the document."
+)
+
+
+@dataclass(frozen=True)
+class PromptLayout:
+    """A prompt in three parts: `prefix`, the document, and `question` with the slot ``{question}``.
+
+    `stop` are strings that end an answer (a plain layout would otherwise go on to invent further questions).
+    """
+
+    prefix: str
+    question: str
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.question.count(QUESTION_SLOT) != 1:
+            raise ConfigError(f"layout: the text after the document is {self.question!r}; give {QUESTION_SLOT} once")
+
+    @classmethod
+    def from_prompt(cls, prompt: str, stop: tuple[str, ...] = ()) -> PromptLayout:
+        """Split one text that holds ``{document}`` and then ``{question}``, each once."""
+        prefix, found, rest = prompt.partition(DOCUMENT_SLOT)
+        if not found or DOCUMENT_SLOT in rest:
+            raise ConfigError(f"layout: {prompt!r} must hold {DOCUMENT_SLOT} once, before {QUESTION_SLOT}")
+        return cls(prefix=prefix, question=rest, stop=stop)
+
+    @classmethod
+    def plain(cls) -> PromptLayout:
+        """The default for base models: an instruction, the document, ``Question: ... Short answer:``."""
+        return cls(prefix=PLAIN_PREFIX, question=PLAIN_QUESTION, stop=("\n",))
+
+    @classmethod
+    def chat(cls, tokenizer: PreTrainedTokenizerBase) -> PromptLayout:
+        """The default for instruct models: one user turn of the tokenizer's chat template, split at the slots."""
+        if not tokenizer.chat_template:
+            raise ConfigError("layout 'chat' needs a tokenizer with a chat template; use 'plain'")
+        rendered = tokenizer.apply_chat_template(
+            [{"role": "user", "content": CHAT_PROMPT}], tokenize=False, add_generation_prompt=True
+        )
+        return cls.from_prompt(str(rendered))
+
+    @classmethod
+    def default(cls, tokenizer: PreTrainedTokenizerBase) -> PromptLayout:
+        """The chat layout where the tokenizer has a chat template, else the plain one."""
+        return cls.chat(tokenizer) if tokenizer.chat_template else cls.plain()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"prefix": self.prefix, "question": self.question, "stop": list(self.stop)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> PromptLayout:
+        return cls(prefix=values["prefix"], question=values["question"], stop=tuple(values["stop"]))
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """Token ids of prefix and document as they are prefilled.
+
+    ``offsets`` are (start, end) character offsets of each document token. The seam flags are true where tokenising
+    the joined text would have given other ids than splicing did.
+    """
+
+    prefix_ids: tuple[int, ...]
+    document_ids: tuple[int, ...]
+    offsets: tuple[tuple[int, int], ...]
+    prefix_seam_differs: bool
+    question_seam_differs: bool
+
+
+def tokenize_prompt(tokenizer: PreTrainedTokenizerBase, layout: PromptLayout, document: str) -> PromptTokens:
+    """Tokenise prefix and document apart, with exactly one BOS if the tokenizer uses one.
+
+    Raises
+    ------
+    ConfigError
+        If the document has no tokens, or the tokenizer gives no character offsets.
+    """
+    if not tokenizer.is_fast:
+        raise ConfigError(f"{type(tokenizer).__name__} gives no character offsets; load its fast version")
+    encoded = tokenizer(document, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True)
+    if not encoded["input_ids"]:
+        raise ConfigError("the document is empty: it has no tokens; give some text")
+    head, tail = document[:_SEAM_CHARS], document[-_SEAM_CHARS:]
+    after = layout.question.partition(QUESTION_SLOT)[0][:_SEAM_CHARS]
+    return PromptTokens(
+        prefix_ids=tuple(_prefix_ids(tokenizer, layout.prefix)),
+        document_ids=tuple(encoded["input_ids"]),
+        offsets=tuple((int(start), int(end)) for start, end in encoded["offset_mapping"]),
+        prefix_seam_differs=_seam_differs(tokenizer, layout.prefix, head),
+        question_seam_differs=_seam_differs(tokenizer, tail, after),
+    )
+
+
+def question_ids(tokenizer: PreTrainedTokenizerBase, layout: PromptLayout, question: str) -> list[int]:
+    """Token ids that follow the document: the layout's text with `question` in its slot, the question as data.
+
+    Special tokens of the layout (the end of a chat turn) are parsed; the ones a question contains are not.
+    """
+    if not question.strip():
+        raise ConfigError("the question is empty; ask something")
+    before, _, after = layout.question.partition(QUESTION_SLOT)
+    specials = [token for token in tokenizer.all_special_tokens if token]
+    cut = max((before.rfind(token) + len(token) for token in specials if token in before), default=0)
+    end = min((after.find(token) for token in specials if token in after), default=len(after))
+    ids = _template_ids(tokenizer, before[:cut])
+    ids += _data_ids(tokenizer, before[cut:] + question + after[:end])
+    return ids + _template_ids(tokenizer, after[end:])
+
+
+def _prefix_ids(tokenizer: PreTrainedTokenizerBase, prefix: str) -> list[int]:
+    ids = _template_ids(tokenizer, prefix)
+    bos = tokenizer.bos_token_id
+    adds_bos = bos is not None and list(tokenizer("a")["input_ids"])[:1] == [bos]
+    while bos is not None and ids[:2] == [bos, bos]:
+        ids = ids[1:]
+    return [bos, *ids] if adds_bos and ids[:1] != [bos] else ids
+
+
+def _template_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+
+
+def _data_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]) if text else []
+
+
+def _seam_differs(tokenizer: PreTrainedTokenizerBase, left: str, right: str) -> bool:
+    """Whether tokenising two texts together gives other ids than tokenising them apart."""
+    apart = _data_ids(tokenizer, left) + _data_ids(tokenizer, right)
+    return _data_ids(tokenizer, left + right) != apart

@@ -1,0 +1,206 @@
+"""The manifest of an archive: what was built, from what, and the checksum of every file.
+
+Format version 1 is written up in ``indexes/FORMAT.md``. The manifest is written last; a folder without one is not an
+archive. It carries a checksum of itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ragkv.errors import ArchiveCorruptError, ArchiveFormatError, ArchiveNotFoundError
+from ragkv.fingerprint import Fingerprint
+from ragkv.layout import PromptLayout
+from ragkv.recipe import Recipe
+
+FORMAT_NAME = "ragkv-archive"
+FORMAT_VERSION = 1
+MANIFEST_FILE = "manifest.json"
+TOKENS_FILE = "tokens.parquet"
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class LayerEntry:
+    """One decoder layer: its shapes and, for a global layer, the clusters of each KV head."""
+
+    index: int
+    window: int | None
+    n_kv_heads: int
+    key_dim: int
+    value_dim: int
+    exact_tokens: int
+    clusters: tuple[int, ...]
+
+    @property
+    def rows_file(self) -> str:
+        return f"layers/{self.index:03d}.rows.parquet"
+
+    @property
+    def prototypes_file(self) -> str:
+        return f"layers/{self.index:03d}.prototypes.parquet"
+
+    @property
+    def centroids_file(self) -> str:
+        return f"layers/{self.index:03d}.centroids.faiss"
+
+    def files(self) -> tuple[str, ...]:
+        return (self.rows_file, self.prototypes_file, self.centroids_file) if self.clusters else (self.rows_file,)
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about an archive except its tensors; round-trips to JSON."""
+
+    created_by: str
+    model_name: str
+    fingerprint: Fingerprint
+    layout: PromptLayout
+    prefix_seam_differs: bool
+    question_seam_differs: bool
+    document_name: str
+    document_sha256: str
+    recipe: Recipe
+    clusters_asked: int
+    prefix_tokens: int
+    document_tokens: int
+    archived_tokens: int
+    head_tokens: int
+    layers: tuple[LayerEntry, ...]
+    files: dict[str, FileEntry]
+
+    @property
+    def n_tokens(self) -> int:
+        """Prefix and document together: the position of the first question token."""
+        return self.prefix_tokens + self.document_tokens
+
+    def to_json(self) -> str:
+        body = {
+            "format": FORMAT_NAME,
+            "version": FORMAT_VERSION,
+            "created_by": self.created_by,
+            "model": {"name": self.model_name, **self.fingerprint.to_dict()},
+            "layout": self.layout.to_dict(),
+            "seams": {"prefix": self.prefix_seam_differs, "question": self.question_seam_differs},
+            "document": {"name": self.document_name, "sha256": self.document_sha256},
+            "recipe": {"asked": self.recipe.to_dict(), "built": self._built()},
+            "counts": {
+                "prefix_tokens": self.prefix_tokens,
+                "document_tokens": self.document_tokens,
+                "archived_tokens": self.archived_tokens,
+                "head_tokens": self.head_tokens,
+            },
+            "layers": [asdict(layer) for layer in self.layers],
+            "files": {name: asdict(entry) for name, entry in sorted(self.files.items())},
+        }
+        return json.dumps({**body, "sha256": _digest(body)}, indent=1, ensure_ascii=False) + "\n"
+
+    def _built(self) -> dict[str, Any]:
+        per_head = [count for layer in self.layers for count in layer.clusters]
+        return {
+            "clusters_asked": self.clusters_asked,
+            "clusters_min": min(per_head, default=0),
+            "clusters_max": max(per_head, default=0),
+        }
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Parse and check a manifest.
+
+        Raises
+        ------
+        ArchiveFormatError
+            If it is another format or version, or a field is missing or of the wrong kind.
+        ArchiveCorruptError
+            If its own checksum does not hold.
+        """
+        try:
+            body = json.loads(text)
+        except ValueError as error:
+            raise ArchiveCorruptError(f"{MANIFEST_FILE}: not valid JSON ({error})") from error
+        if not isinstance(body, dict) or body.get("format") != FORMAT_NAME:
+            raise ArchiveFormatError(f"{MANIFEST_FILE}: not a {FORMAT_NAME} manifest")
+        if body.get("version") != FORMAT_VERSION:
+            raise ArchiveFormatError(
+                f"{MANIFEST_FILE}: format version {body.get('version')!r}, this release reads {FORMAT_VERSION}"
+            )
+        if body.pop("sha256", None) != _digest(body):
+            raise ArchiveCorruptError(f"{MANIFEST_FILE}: its own checksum does not hold; the manifest was altered")
+        try:
+            return cls._from_body(body)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ArchiveFormatError(f"{MANIFEST_FILE}: field missing or of the wrong kind ({error})") from error
+
+    @classmethod
+    def _from_body(cls, body: dict[str, Any]) -> Manifest:
+        model = dict(body["model"])
+        name = model.pop("name")
+        layers = tuple(LayerEntry(**{**entry, "clusters": tuple(entry["clusters"])}) for entry in body["layers"])
+        manifest = cls(
+            created_by=body["created_by"],
+            model_name=name,
+            fingerprint=Fingerprint(**model),
+            layout=PromptLayout.from_dict(body["layout"]),
+            prefix_seam_differs=body["seams"]["prefix"],
+            question_seam_differs=body["seams"]["question"],
+            document_name=body["document"]["name"],
+            document_sha256=body["document"]["sha256"],
+            recipe=Recipe.from_dict(body["recipe"]["asked"]),
+            clusters_asked=body["recipe"]["built"]["clusters_asked"],
+            layers=layers,
+            files={path: FileEntry(**entry) for path, entry in body["files"].items()},
+            **body["counts"],
+        )
+        if manifest.fingerprint.dtype not in DTYPES:
+            raise ArchiveFormatError(f"{MANIFEST_FILE}: dtype {manifest.fingerprint.dtype!r}, allowed are {DTYPES}")
+        expected = {TOKENS_FILE, *(path for layer in layers for path in layer.files())}
+        if set(manifest.files) != expected:
+            odd = sorted(set(manifest.files) ^ expected)
+            raise ArchiveFormatError(f"{MANIFEST_FILE}: its file list and its layers disagree on {odd[0]!r}")
+        return manifest
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """Read the manifest of the archive in `folder`.
+
+    Raises
+    ------
+    ArchiveNotFoundError
+        If the folder has no manifest; archives inside it are named.
+    """
+    folder = Path(folder)
+    try:
+        text = (folder / MANIFEST_FILE).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ArchiveCorruptError(f"{MANIFEST_FILE}: not UTF-8 text") from error
+    except OSError as error:
+        raise ArchiveNotFoundError(f"no archive in {str(folder)!r}: {_hint(folder)}") from error
+    return Manifest.from_json(text)
+
+
+def list_archives(folder: str | Path) -> list[str]:
+    """Names of the archives directly inside `folder`."""
+    return sorted(found.parent.name for found in Path(folder).glob(f"*/{MANIFEST_FILE}"))
+
+
+def _hint(folder: Path) -> str:
+    if not folder.is_dir():
+        return "there is no such folder"
+    inside = list_archives(folder)
+    if inside:
+        return f"it holds the archives {', '.join(inside[:5])}{', ...' if len(inside) > 5 else ''}; name one of them"
+    return f"it has no {MANIFEST_FILE}; build one with 'ragkv build'"
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, ensure_ascii=True).encode()).hexdigest()

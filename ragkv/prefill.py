@@ -1,0 +1,101 @@
+"""Run a document through the model once and take its keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from ragkv.architecture import check_length, model_shape
+from ragkv.errors import ConfigError, NonFiniteError
+
+CHUNK_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class CapturedLayer:
+    """Keys and values of one layer after a prefill, as the model's own cache holds them.
+
+    ``keys`` and ``values`` are (n_kv_heads, n_tokens, head_dim) in the model's dtype, keys after RoPE;
+    ``first_position`` is the position of the first of them (above 0 only in sliding layers).
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    first_position: int
+
+
+def prefill(
+    model: PreTrainedModel,
+    token_ids: Sequence[int],
+    *,
+    chunk_tokens: int = CHUNK_TOKENS,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> tuple[CapturedLayer, ...]:
+    """Prefill `token_ids` in chunks with the model's own attention and return every layer's keys and values.
+
+    `on_progress` is called with (tokens done, tokens in all) after each chunk.
+
+    Raises
+    ------
+    ConfigError
+        If there are no tokens, or more than the model's context holds.
+    NonFiniteError
+        If a key or value is NaN or infinite.
+    """
+    cache = prefill_cache(model, token_ids, chunk_tokens=chunk_tokens, on_progress=on_progress)
+    captured = []
+    for index, layer in enumerate(cache.layers):
+        keys, values = layer.keys[0], layer.values[0]
+        captured.append(CapturedLayer(keys=keys, values=values, first_position=len(token_ids) - keys.shape[1]))
+        _check_finite(index, captured[-1])
+    return tuple(captured)
+
+
+@torch.no_grad()
+def prefill_cache(
+    model: PreTrainedModel,
+    token_ids: Sequence[int],
+    *,
+    chunk_tokens: int = CHUNK_TOKENS,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> DynamicCache:
+    """Prefill `token_ids` (batch 1) into the model's own dynamic cache: the dense baseline, and the build's input."""
+    check_document_length(model, len(token_ids))
+    ids = torch.tensor([list(token_ids)], dtype=torch.int64, device=model.device)
+    cache = DynamicCache(config=model.config)
+    decoder = model.get_decoder()
+    for start in range(0, ids.shape[1], chunk_tokens):
+        chunk = ids[:, start : start + chunk_tokens]
+        positions = torch.arange(start, start + chunk.shape[1], device=ids.device).unsqueeze(0)
+        decoder(input_ids=chunk, position_ids=positions, cache=cache, use_cache=True)
+        if on_progress is not None:
+            on_progress(start + chunk.shape[1], ids.shape[1])
+    return cache
+
+
+def check_document_length(model: PreTrainedModel, n_tokens: int) -> None:
+    """Refuse a prefill of no tokens, of more than the context holds, or beyond what a length-dependent RoPE allows."""
+    if n_tokens == 0:
+        raise ConfigError("there are no tokens to prefill; give a document that is not empty")
+    shape = model_shape(model.config)
+    if shape.max_positions is not None and n_tokens > shape.max_positions:
+        raise ConfigError(
+            f"prefix and document are {n_tokens} tokens and the model's context holds {shape.max_positions}; "
+            "split the document"
+        )
+    check_length(shape, n_tokens)
+
+
+def _check_finite(layer_index: int, layer: CapturedLayer) -> None:
+    for name, tensor in (("key", layer.keys), ("value", layer.values)):
+        finite = torch.isfinite(tensor)
+        if not bool(finite.all()):
+            head, token, dim = (~finite).nonzero()[0].tolist()
+            raise NonFiniteError(
+                f"{name} in layer {layer_index}, kv_head {head}, position {layer.first_position + token} is "
+                f"{tensor[head, token, dim].item()}: the document cannot be archived in {tensor.dtype}; "
+                "load the model in a wider dtype"
+            )

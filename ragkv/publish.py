@@ -1,0 +1,93 @@
+"""Make an archive appear whole or not at all: write beside it, hash, check, manifest last, rename."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ragkv.errors import ArchiveCorruptError, ConfigError
+from ragkv.manifest import MANIFEST_FILE, FileEntry, Manifest
+
+_BLOCK = 1 << 20
+
+
+@contextmanager
+def staging(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder that becomes `path` when the block ends, and is removed if it raises.
+
+    An archive at `path` is replaced; any other file or folder there is left alone and refused.
+    """
+    if path.exists() and not (path / MANIFEST_FILE).is_file() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"{str(path)!r} exists and is not an archive; choose another place")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+    except OSError as error:
+        raise ConfigError(f"cannot write to {str(path.parent)!r}: {error.strerror}") from error
+    try:
+        folder.chmod(0o755)
+        yield folder
+        _replace(folder, path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def seal(folder: Path, manifest: Manifest) -> Manifest:
+    """Flush and hash every file of `folder`, then write the manifest; returns it with the checksums filled in."""
+    files = {}
+    for found in sorted(folder.rglob("*")):
+        if found.is_file():
+            with found.open("rb+") as handle:
+                os.fsync(handle.fileno())
+            files[found.relative_to(folder).as_posix()] = hash_file(found)
+    manifest = dataclasses.replace(manifest, files=files)
+    text = manifest.to_json()
+    if Manifest.from_json(text) != manifest:
+        raise ArchiveCorruptError(f"{MANIFEST_FILE} does not read back as it was written")
+    with (folder / MANIFEST_FILE).open("w", encoding="utf-8") as handle:
+        handle.write(text)
+        handle.flush()
+        os.fsync(handle.fileno())
+    for directory in (folder / "layers", folder):
+        _fsync_folder(directory)
+    return manifest
+
+
+def hash_file(path: Path) -> FileEntry:
+    """SHA-256 and length of a file, read in blocks."""
+    hasher, n_bytes = hashlib.sha256(), 0
+    with path.open("rb") as handle:
+        while block := handle.read(_BLOCK):
+            hasher.update(block)
+            n_bytes += len(block)
+    return FileEntry(sha256=hasher.hexdigest(), bytes=n_bytes)
+
+
+def _replace(folder: Path, path: Path) -> None:
+    """Rename `folder` to `path`; a folder in the way is moved aside first and removed afterwards."""
+    aside = folder.with_suffix(".old")
+    try:
+        if path.exists():
+            path.rename(aside)
+        folder.rename(path)
+    except OSError as error:
+        if aside.exists() and not path.exists():
+            aside.rename(path)
+        raise ConfigError(f"cannot publish the archive at {str(path)!r}: {error.strerror}") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    _fsync_folder(path.parent)
+
+
+def _fsync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
