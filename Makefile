@@ -4,7 +4,7 @@ VENV   ?= .venv
 EXTRA  ?= cpu
 
 BIN   := $(VENV)/bin
-PIP   := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP   := $(BIN)/python -m pip --disable-pip-version-check -qq
 STAMP := $(VENV)/.ragkv-installed-$(EXTRA)
 CODE  := ragkv tests pipelines
 OTHER_FAISS := $(if $(filter gpu,$(EXTRA)),faiss-cpu,faiss-gpu)
@@ -15,7 +15,7 @@ OTHER_FAISS := $(if $(filter gpu,$(EXTRA)),faiss-cpu,faiss-gpu)
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
-setup: $(STAMP) ## create $(VENV) and install ragkv with the demo model and the development tools
+setup: $(STAMP) ## create .venv and install ragkv with the demo model and the development tools
 
 demo: $(STAMP) ## archive a document and answer questions from it (first run converts the model: a minute)
 	@$(BIN)/python pipelines/demo.py

@@ -1,0 +1,76 @@
+"""Answer text while it is generated: timed, cut at the layout's stop strings, never half a character."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from transformers import Cache, PreTrainedTokenizerBase
+from transformers.generation import BaseStreamer, StoppingCriteria
+
+_INCOMPLETE = "\ufffd"  # what decoding gives for a character whose last bytes are still to come
+
+
+class AnswerStreamer(BaseStreamer):
+    """Follows one greedy answer (batch 1).
+
+    What `on_text` received, joined, equals `text`. ``times`` holds one `time.perf_counter` reading per token, and
+    ``prefilled_tokens`` the length of the cache when the first token came: the tokens that really went through the
+    model before it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        cache: Cache,
+        *,
+        stop: tuple[str, ...],
+        on_text: Callable[[str], None] | None = None,
+    ) -> None:
+        self._tokenizer, self._cache, self._stop, self._on_text = tokenizer, cache, stop, on_text
+        self._prompt_seen = False
+        self._shown = ""
+        self.text = ""
+        self.stopped = False
+        self.prefilled_tokens = 0
+        self.token_ids: list[int] = []
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompt (first call, ignored) or the next token."""
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        self.times.append(time.perf_counter())
+        if not self.token_ids:
+            self.prefilled_tokens = self._cache.get_seq_length()
+        self.token_ids += value.reshape(-1).tolist()
+        self._read()
+        if not self.text.endswith(_INCOMPLETE):
+            self._show()
+
+    def end(self) -> None:
+        self._show()
+
+    def _read(self) -> None:
+        """Set the text: whitespace at the ends is dropped, and so is all from the first stop string on."""
+        text = str(self._tokenizer.decode(self.token_ids, skip_special_tokens=True)).lstrip()
+        cuts = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        self.stopped = bool(cuts)
+        self.text = (text[: min(cuts)] if cuts else text).rstrip()
+
+    def _show(self) -> None:
+        if self._on_text is not None and self.text.startswith(self._shown) and len(self.text) > len(self._shown):
+            self._on_text(self.text[len(self._shown) :])
+            self._shown = self.text
+
+
+class StopAtText(StoppingCriteria):
+    """Ends generation once the streamer saw a stop string after the answer began."""
+
+    def __init__(self, streamer: AnswerStreamer) -> None:
+        self._streamer = streamer
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: object) -> torch.Tensor:
+        return torch.full((input_ids.shape[0],), self._streamer.stopped, device=input_ids.device)
