@@ -27,40 +27,50 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ArchivedLayer:
-    """What recall needs of one layer, on the model's device unless said otherwise.
+    """What attention needs of one layer, on the model's device.
 
-    ``exact_keys`` (n_kv_heads, n_exact, key_dim), ``exact_values`` and ``exact_positions`` (n_exact,) are always
-    attended. A global layer with clusters adds ``centroids`` (n_kv_heads, n_clusters, key_dim), ``mean_values``,
-    ``log_sizes`` float32 (-inf where a head has fewer clusters), ``sizes`` int32, and the byte addresses of each
-    cluster's first key and value in ``payload``, the mapped layer file (n_bytes,) uint8 on the host.
+    ``keys`` (n_kv_heads, n_held, key_dim) and ``values`` (n_kv_heads, n_held, value_dim) hold the centroids and mean
+    values first, then the tokens that are always attended exactly. ``bias`` (n_kv_heads, n_held) float32 is the
+    additive logit: log(size) of a cluster (-inf where a head has fewer clusters), 0 of a token; None without clusters.
+    ``exact_positions`` (n_exact,) int64. ``recall`` is None for sliding layers and very short documents.
     """
 
     index: int
     window: int | None
-    exact_keys: torch.Tensor
-    exact_values: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    bias: torch.Tensor | None
     exact_positions: torch.Tensor
     recall: RecallTables | None
 
 
 @dataclass(frozen=True)
 class RecallTables:
-    """Prototypes of a layer and where the rows behind them lie; shapes in `ArchivedLayer`."""
+    """Where the tokens behind each prototype lie.
 
-    centroids: torch.Tensor
-    mean_values: torch.Tensor
-    log_sizes: torch.Tensor
+    ``sizes``, ``key_address``, ``value_address`` (n_kv_heads, n_clusters) int64: tokens of a cluster and the byte of its
+    first key and value in ``payload``, the mapped layer file (n_bytes,) uint8 on the host. ``largest`` cluster and
+    ``n_tokens`` per head; rows are ``key_dim`` and ``value_dim`` numbers of ``payload_dtype``.
+    """
+
     sizes: torch.Tensor
     key_address: torch.Tensor
     value_address: torch.Tensor
-    largest: int
     payload: torch.Tensor
     payload_dtype: torch.dtype
+    key_dim: int
+    value_dim: int
+    largest: int
+    n_tokens: int
+
+    @property
+    def n_clusters(self) -> int:
+        return self.sizes.shape[1]
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one key and one value in the payload."""
-        return (self.centroids.shape[-1] + self.mean_values.shape[-1]) * self.payload_dtype.itemsize
+        return (self.key_dim + self.value_dim) * self.payload_dtype.itemsize
 
 
 class Archive:
@@ -117,15 +127,12 @@ class Archive:
 
         The payload is mapped from disk and not counted; what a step recalls from it is counted per request.
         """
-        total = 0
+        held: list[torch.Tensor | None] = []
         for layer in self.layers:
-            held = [layer.exact_keys, layer.exact_values, layer.exact_positions]
+            held += [layer.keys, layer.values, layer.bias, layer.exact_positions]
             if layer.recall is not None:
-                table = layer.recall
-                held += [table.centroids, table.mean_values, table.log_sizes, table.sizes]
-                held += [table.key_address, table.value_address]
-            total += sum(tensor.numel() * tensor.element_size() for tensor in held)
-        return total
+                held += [layer.recall.sizes, layer.recall.key_address, layer.recall.value_address]
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     @cached_property
     def disk_bytes(self) -> int:
@@ -199,44 +206,52 @@ def _load_layer(path: Path, entry: LayerEntry, stored: torch.dtype, model: Loade
     try:
         exact = read_rows(path / entry.rows_file, stored, exact_only=True)
         shape = (entry.n_kv_heads, entry.exact_tokens)
-        recall = _load_recall(path, entry, stored, model) if entry.clusters else None
-        return ArchivedLayer(
-            index=entry.index,
-            window=entry.window,
-            exact_keys=exact.keys.reshape(*shape, entry.key_dim).to(device, dtype),
-            exact_values=exact.values.reshape(*shape, entry.value_dim).to(device, dtype),
-            exact_positions=exact.position.reshape(shape)[0].to(device),
-            recall=recall,
-        )
+        keys, values = exact.keys.reshape(*shape, entry.key_dim), exact.values.reshape(*shape, entry.value_dim)
+        bias = recall = None
+        if entry.clusters:
+            prototypes = read_prototypes(path, entry, stored)
+            keys = torch.cat([prototypes.centroids, keys], dim=1)
+            values = torch.cat([prototypes.mean_values, values], dim=1)
+            bias = torch.cat([prototypes.sizes.float().log(), torch.zeros(shape)], dim=1).to(device)
+            recall = _recall_tables(path, entry, prototypes.sizes, stored, device)
     except (pa.ArrowException, OSError, RuntimeError, KeyError) as error:
         raise ArchiveCorruptError(f"{str(path)!r}: layer {entry.index} cannot be read ({error})") from error
+    return ArchivedLayer(
+        index=entry.index,
+        window=entry.window,
+        keys=keys.to(device, dtype),
+        values=values.to(device, dtype),
+        bias=bias,
+        exact_positions=exact.position.reshape(shape)[0].to(device),
+        recall=recall,
+    )
 
 
-def _load_recall(path: Path, entry: LayerEntry, stored: torch.dtype, model: LoadedModel) -> RecallTables:
-    device, dtype = model.model.device, model.model.dtype
-    prototypes = read_prototypes(path, entry, stored)
+def _recall_tables(
+    path: Path, entry: LayerEntry, sizes: torch.Tensor, stored: torch.dtype, device: torch.device
+) -> RecallTables:
     rows_path = path / entry.rows_file
     key_bytes, value_bytes = entry.key_dim * stored.itemsize, entry.value_dim * stored.itemsize
     addresses = row_addresses(rows_path, key_bytes, value_bytes)
-    sizes = prototypes.sizes.reshape(-1)
-    first_row = sizes.cumsum(0) - sizes  # archived rows lie head by head, cluster by cluster
-    if int(sizes.sum()) != sum(addresses.n_rows):
+    flat = sizes.reshape(-1)
+    first_row = flat.cumsum(0) - flat  # archived rows lie head by head, cluster by cluster
+    if int(flat.sum()) != sum(addresses.n_rows):
         raise ArchiveCorruptError(f"{entry.rows_file}: cluster sizes and rows disagree")
     starts = torch.tensor(addresses.first_row)
     group = torch.searchsorted(starts, first_row, right=True) - 1  # row group of each cluster
     inside = first_row - starts[group]
 
     def address(first_byte: tuple[int, ...], width: int) -> torch.Tensor:
-        return (torch.tensor(first_byte)[group] + inside * width).reshape(prototypes.sizes.shape).to(device)
+        return (torch.tensor(first_byte)[group] + inside * width).reshape(sizes.shape).to(device)
 
     return RecallTables(
-        centroids=prototypes.centroids.to(device, dtype),
-        mean_values=prototypes.mean_values.to(device, dtype),
-        log_sizes=prototypes.sizes.float().log().to(device),
-        sizes=prototypes.sizes.to(device, torch.int32),
+        sizes=sizes.to(device),
         key_address=address(addresses.key_byte, key_bytes),
         value_address=address(addresses.value_byte, value_bytes),
-        largest=int(sizes.max()),
         payload=map_file(rows_path),
         payload_dtype=stored,
+        key_dim=entry.key_dim,
+        value_dim=entry.value_dim,
+        largest=int(flat.max()),
+        n_tokens=int(sizes.sum(1).max()),
     )

@@ -31,7 +31,7 @@ class AttentionCall:
     """One call of a layer's attention, as the model makes it.
 
     ``query`` (batch, n_query_heads, n_rows, head_dim); ``key`` and ``value`` (batch, n_kv_heads, n_local, head_dim);
-    ``mask`` boolean, broadcastable to (batch, 1, n_rows, n_local), never None; ``positions`` (batch, n_rows) or None;
+    ``mask`` boolean (batch or 1, 1, n_rows, n_local), None only for one row that sees all of them; ``positions`` (batch, n_rows) or None;
     ``sinks`` (n_query_heads,) logits or None.
     """
 
@@ -50,7 +50,7 @@ class AttentionCall:
         sinks: torch.Tensor | None = None,
     ) -> None:
         self.query, self.key, self.value = query, key, value
-        self.mask = causal_mask(query, key) if mask is None else mask
+        self.mask = causal_mask(query, key) if mask is None and query.shape[2] > 1 else mask
         self.scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         self.positions, self.softcap, self.sinks = positions, softcap, sinks
 
@@ -131,8 +131,8 @@ def dense_attention(call: AttentionCall) -> torch.Tensor:
         rows = slice(start, min(start + block, n_rows))
         query = call.query[:, :, rows].float().reshape(batch, n_kv_heads, group, -1, call.query.shape[-1])
         logits = cap(query @ keys * call.scaling, call.softcap)  # (batch, n_kv_heads, group, rows, n_local)
-        mask = call.mask[:, :, rows] if call.mask.shape[2] > 1 else call.mask
-        logits = logits.masked_fill(~mask.unsqueeze(1), -torch.inf)
+        if call.mask is not None:
+            logits = logits.masked_fill(~call.mask[:, :, rows].unsqueeze(1), -torch.inf)
         peak = logits.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
         if call.sinks is not None:
             sinks = call.sinks.float().reshape(1, n_kv_heads, group, 1, 1)

@@ -17,6 +17,8 @@ from ragkv.recall import Observer, recall_attention
 DEFAULT_BUDGET = 256
 """Archived tokens recalled per KV head and query token."""
 
+_NO_POSITIONS = "the model passes no position_ids to its attention, so the question's place cannot be checked"
+
 
 class ArchiveCache(Cache):
     """A cache for stock ``model.generate(**archive.questions([...]), cache=ArchiveCache(archive))``.
@@ -91,16 +93,17 @@ class ArchiveCacheLayer(DynamicLayer):
 
     def _check_positions(self, call: AttentionCall) -> None:
         """The first call must start where the archive ends: elsewhere the answer would be fluent and wrong."""
-        n_seen = call.mask[:, 0, -1].sum(-1)  # (batch or 1,); real tokens, or those of them inside the window
-        expected = self._archive.n_tokens + n_seen - 1
-        last = expected - 1 if call.positions is None else call.positions[:, -1]
+        if call.positions is None:
+            raise ConfigError(_NO_POSITIONS)
+        last = call.positions[:, -1]
+        n_seen = torch.ones_like(last) if call.mask is None else call.mask[:, 0, -1].sum(-1)
+        expected = self._archive.n_tokens + n_seen - 1  # counted from the real tokens inside the window
         right = last == expected
         if self._layer.window is not None:
             right |= (n_seen == self._layer.window) & (last > expected)
         if not bool(right.all()):
-            found = None if call.positions is None else last.tolist()
             raise ConfigError(
-                f"the last question token has position {found}, with this archive it must be {expected.tolist()}; "
+                f"the last question token has position {last.tolist()}, with this archive it must be {expected.tolist()}; "
                 "pass position_ids from Archive.questions to generate"
             )
 
@@ -108,15 +111,15 @@ class ArchiveCacheLayer(DynamicLayer):
         """Put the archived window in front of the local keys; a query token sees `window` tokens, itself included."""
         layer, (batch, n_rows) = self._layer, (call.query.shape[0], call.query.shape[2])
         if call.positions is None:
-            raise ConfigError("the model passes no position_ids to its attention; sliding layers need them")
+            raise ConfigError(_NO_POSITIONS)
         positions = call.positions.expand(batch, -1).unsqueeze(-1)
         seen = (layer.exact_positions > positions - window).unsqueeze(1)  # (batch, 1, n_rows, n_exact)
-        local = call.mask.expand(batch, 1, n_rows, -1)
+        local = call.mask if call.mask is not None else seen.new_ones(1)
         return AttentionCall(
             call.query,
-            torch.cat([layer.exact_keys.expand(batch, -1, -1, -1), call.key], dim=2),
-            torch.cat([layer.exact_values.expand(batch, -1, -1, -1), call.value], dim=2),
-            mask=torch.cat([seen, local], dim=-1),
+            torch.cat([layer.keys.expand(batch, -1, -1, -1), call.key], dim=2),
+            torch.cat([layer.values.expand(batch, -1, -1, -1), call.value], dim=2),
+            mask=torch.cat([seen, local.expand(batch, 1, n_rows, call.key.shape[2])], dim=-1),
             scaling=call.scaling,
             softcap=call.softcap,
             sinks=call.sinks,

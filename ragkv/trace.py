@@ -68,14 +68,14 @@ class RecallTrace:
         self._entries += tokens.numel()
         if self.keep_steps:
             hit = torch.where(choice.sizes > 0, choice.clusters, -1)
-            clusters = table.sizes.shape[1]
+            clusters = table.n_clusters
             self.steps[-1].append(LayerRecall(layer.index, clusters, hit, tokens, unrecalled_mass, fetched))
         if log.isEnabledFor(logging.DEBUG):
             log.debug(
                 "step %d layer %d: clusters %d, hit %s, tokens recalled %s, KV bytes %d",
                 self.n_steps,
                 layer.index,
-                table.sizes.shape[1],
+                table.n_clusters,
                 torch.where(choice.sizes > 0, choice.clusters, -1).tolist(),
                 tokens.tolist(),
                 fetched,
