@@ -19,7 +19,7 @@ from ragkv.layout import question_ids
 from ragkv.manifest import LayerEntry, Manifest, read_manifest
 from ragkv.models import LoadedModel
 from ragkv.publish import hash_file
-from ragkv.rows import map_file, read_rows, row_addresses
+from ragkv.rows import map_file, read_rows, row_groups
 from ragkv.tables import TokenTable, read_prototypes, read_tokens
 
 log = logging.getLogger(__name__)
@@ -48,14 +48,13 @@ class ArchivedLayer:
 class RecallTables:
     """Where the tokens behind each prototype lie.
 
-    ``sizes``, ``key_address``, ``value_address`` (n_kv_heads, n_clusters) int64: tokens of a cluster and the byte of its
-    first key and value in ``payload``, the mapped layer file (n_bytes,) uint8 on the host. ``largest`` cluster and
-    ``n_tokens`` per head; rows are ``key_dim`` and ``value_dim`` numbers of ``payload_dtype``.
+    ``sizes`` and ``address`` (n_kv_heads, n_clusters) int64: the tokens of a cluster and the byte of its first row in
+    ``payload``, the mapped layer file (n_bytes,) uint8 on the host. A row is ``key_dim`` and then ``value_dim`` numbers
+    of ``payload_dtype``. ``largest`` is the size of the largest cluster, ``n_tokens`` the archived tokens of a head.
     """
 
     sizes: torch.Tensor
-    key_address: torch.Tensor
-    value_address: torch.Tensor
+    address: torch.Tensor
     payload: torch.Tensor
     payload_dtype: torch.dtype
     key_dim: int
@@ -69,7 +68,7 @@ class RecallTables:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one key and one value in the payload."""
+        """Bytes of one token's key and value in the payload."""
         return (self.key_dim + self.value_dim) * self.payload_dtype.itemsize
 
 
@@ -131,7 +130,7 @@ class Archive:
         for layer in self.layers:
             held += [layer.keys, layer.values, layer.bias, layer.exact_positions]
             if layer.recall is not None:
-                held += [layer.recall.sizes, layer.recall.key_address, layer.recall.value_address]
+                held += [layer.recall.sizes, layer.recall.address]
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     @cached_property
@@ -204,7 +203,7 @@ def check_files(path: Path, manifest: Manifest) -> None:
 def _load_layer(path: Path, entry: LayerEntry, stored: torch.dtype, model: LoadedModel) -> ArchivedLayer:
     device, dtype = model.model.device, model.model.dtype
     try:
-        exact = read_rows(path / entry.rows_file, stored, exact_only=True)
+        exact = read_rows(path / entry.rows_file, entry.key_dim, stored, exact_only=True)
         shape = (entry.n_kv_heads, entry.exact_tokens)
         keys, values = exact.keys.reshape(*shape, entry.key_dim), exact.values.reshape(*shape, entry.value_dim)
         bias = recall = None
@@ -231,23 +230,18 @@ def _recall_tables(
     path: Path, entry: LayerEntry, sizes: torch.Tensor, stored: torch.dtype, device: torch.device
 ) -> RecallTables:
     rows_path = path / entry.rows_file
-    key_bytes, value_bytes = entry.key_dim * stored.itemsize, entry.value_dim * stored.itemsize
-    addresses = row_addresses(rows_path, key_bytes, value_bytes)
+    row_bytes = (entry.key_dim + entry.value_dim) * stored.itemsize
+    groups = row_groups(rows_path, row_bytes)
     flat = sizes.reshape(-1)
     first_row = flat.cumsum(0) - flat  # archived rows lie head by head, cluster by cluster
-    if int(flat.sum()) != sum(addresses.n_rows):
+    if int(flat.sum()) != sum(groups.n_rows):
         raise ArchiveCorruptError(f"{entry.rows_file}: cluster sizes and rows disagree")
-    starts = torch.tensor(addresses.first_row)
+    starts = torch.tensor(groups.first_row)
     group = torch.searchsorted(starts, first_row, right=True) - 1  # row group of each cluster
-    inside = first_row - starts[group]
-
-    def address(first_byte: tuple[int, ...], width: int) -> torch.Tensor:
-        return (torch.tensor(first_byte)[group] + inside * width).reshape(sizes.shape).to(device)
-
+    address = torch.tensor(groups.first_byte)[group] + (first_row - starts[group]) * row_bytes
     return RecallTables(
         sizes=sizes.to(device),
-        key_address=address(addresses.key_byte, key_bytes),
-        value_address=address(addresses.value_byte, value_bytes),
+        address=address.reshape(sizes.shape).to(device),
         payload=map_file(rows_path),
         payload_dtype=stored,
         key_dim=entry.key_dim,

@@ -23,17 +23,20 @@ _BLOCK_FLOATS = 1 << 22  # logits or recalled values held at once; longer questi
 class Choice:
     """Clusters that rows recall.
 
-    ``clusters`` (n_kv_heads, n_rows, n_chosen) int64 in descending order of mass; ``sizes`` like it, int64, 0 where
-    a place is not used; ``ends`` their running sum; ``tokens`` (n_kv_heads, n_rows) int64, recalled in all.
+    ``clusters`` (n_kv_heads, n_rows, n_candidates) int64 in descending order of mass, of which the `kept` ones
+    (boolean, a leading run) are recalled; ``begins`` and ``ends`` bound their tokens; ``tokens`` (n_kv_heads, n_rows) int64,
+    recalled in all.
     """
 
     clusters: torch.Tensor
-    sizes: torch.Tensor
+    kept: torch.Tensor
+    begins: torch.Tensor
     ends: torch.Tensor
+    tokens: torch.Tensor
 
-    @property
-    def tokens(self) -> torch.Tensor:
-        return self.ends[..., -1]
+    def hit_ids(self) -> torch.Tensor:
+        """Ids of the clusters recalled, (n_kv_heads, n_rows, n_candidates), -1 where a candidate was not."""
+        return torch.where(self.kept, self.clusters, -1)
 
 
 class Observer(Protocol):
@@ -69,33 +72,30 @@ def choose_clusters(mass: torch.Tensor, sizes: torch.Tensor, budget: int) -> Cho
     """
     clusters = mass.topk(min(mass.shape[-1], budget), dim=-1).indices
     held = sizes.unsqueeze(1).expand(-1, mass.shape[1], -1).gather(2, clusters)
-    held *= held.cumsum(-1) - held < budget
-    return Choice(clusters=clusters, sizes=held, ends=held.cumsum(-1))
+    ends = held.cumsum(-1)
+    begins = ends - held
+    kept = begins < budget
+    return Choice(clusters, kept, begins, ends, tokens=(held * kept).sum(-1))
 
 
-def gather_rows(table: RecallTables, choice: Choice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def gather_rows(table: RecallTables, choice: Choice) -> tuple[torch.Tensor, torch.Tensor]:
     """Fetch the keys and values of the chosen clusters from the payload.
 
-    Returns keys and values (n_kv_heads, n_rows, width, dim) in the payload's dtype, and a boolean (n_kv_heads,
-    n_rows, width) that is true for real tokens: rows that recall fewer tokens than the widest are filled up.
+    Returns (n_kv_heads, n_rows, width, key_dim + value_dim) in the payload's dtype, keys first, and a boolean
+    (n_kv_heads, n_rows, width) that is true for real tokens: rows that recall fewer than the widest are filled up.
     """
     n_kv_heads, n_rows, _ = choice.clusters.shape
-    width = max(1, int(choice.tokens.max()))
-    slots = torch.arange(width, device=choice.ends.device)
-    wanted = torch.minimum(slots, choice.tokens.unsqueeze(-1) - 1)  # filled up with the last token: bytes stay numbers
+    slots = torch.arange(int(choice.tokens.max()), device=choice.ends.device)
+    tokens = choice.tokens.unsqueeze(-1)
+    wanted = torch.minimum(slots, tokens - 1)  # filled up with the last token, so that all bytes are real numbers
     place = torch.searchsorted(choice.ends, wanted, right=True)
-    before = choice.ends - choice.sizes
-
-    def fetch(address: torch.Tensor, dim: int) -> torch.Tensor:
-        n_bytes = dim * table.payload_dtype.itemsize
-        start = address.unsqueeze(1).expand(-1, n_rows, -1).gather(2, choice.clusters) - before * n_bytes
-        byte = start.gather(2, place) + wanted * n_bytes
-        runs = table.payload.as_strided((table.payload.shape[0] - n_bytes + 1, n_bytes), (1, 1))
-        raw = runs.index_select(0, byte.view(-1).to(table.payload.device))  # a run of bytes may start anywhere
-        return raw.view(table.payload_dtype).view(n_kv_heads, n_rows, width, dim).to(slots.device)
-
-    keys = fetch(table.key_address, table.key_dim)
-    return keys, fetch(table.value_address, table.value_dim), slots < choice.tokens.unsqueeze(-1)
+    start = table.address.unsqueeze(1).expand(-1, n_rows, -1).gather(2, choice.clusters)
+    start -= choice.begins * table.row_bytes
+    byte = start.gather(2, place).add_(wanted, alpha=table.row_bytes).view(-1)
+    n_starts = table.payload.shape[0] - table.row_bytes + 1
+    runs = table.payload.as_strided((n_starts, table.row_bytes), (1, 1))  # a row may start at any byte of the file
+    raw = runs.index_select(0, byte.to(table.payload.device)).to(slots.device)
+    return raw.view(table.payload_dtype).view(n_kv_heads, n_rows, slots.shape[0], -1), slots < tokens
 
 
 def _attend_rows(
@@ -103,37 +103,31 @@ def _attend_rows(
 ) -> torch.Tensor:
     """Attention of some rows: (batch, n_query_heads, rows, value_dim)."""
     view = _RowView(call, layer.keys.shape[0], rows)
-    n_held = layer.keys.shape[1]
-    weights = torch.cat([view.shared_logits(layer.keys, layer.bias), view.local_logits()], dim=-1)
-    peak = weights.amax(-1, keepdim=True)  # (n_kv_heads, n_rows, group, 1)
+    n_held, n_local = layer.keys.shape[1], call.key.shape[2]
+    parts = [view.shared_logits(layer.keys, layer.bias), view.local_logits()]
     if view.sinks is not None:
-        peak = torch.maximum(peak, view.sinks)
-    weights = weights.sub_(peak).exp_()
-    total = weights.sum(-1, keepdim=True)
-    if view.sinks is not None:
-        total = total + (view.sinks - peak).exp()
-    table = layer.recall
-    if table is None:
-        attended = view.shared_product(weights[..., :n_held], layer.values)
-        return view.unpack((attended + view.local_product(weights[..., n_held:])) / total)
-    far = weights[..., : table.n_clusters]
-    choice = choose_clusters((far / total).sum(2), table.sizes, budget)
-    keys, values, real = gather_rows(table, choice)
-    logits = cap(view.query @ keys.float().transpose(-1, -2), call.softcap)
-    logits.masked_fill_(~real.unsqueeze(2), -torch.inf)
-    raised = torch.maximum(peak, logits.amax(-1, keepdim=True))
-    logits = logits.sub_(raised).exp_()
-    hit = torch.zeros_like(far[:, :, 0], dtype=torch.bool).scatter_(2, choice.clusters, choice.sizes > 0).unsqueeze(2)
-    total = total - (far * hit).sum(-1, keepdim=True)
-    far.masked_fill_(hit, 0.0)
-    shrink = (peak - raised).exp_()
-    attended = view.shared_product(weights[..., :n_held], layer.values) + view.local_product(weights[..., n_held:])
-    total = total * shrink + logits.sum(-1, keepdim=True)
-    attended = attended * shrink + logits @ values.float()
-    if observer is not None:
-        estimated = far.sum(-1, keepdim=True) * shrink
-        observer.on_recall(layer, choice, (estimated / total).mean(dim=(2, 3)))
-    return view.unpack(attended / total)
+        parts.append(view.sinks)
+    logits = torch.cat(parts, dim=-1)  # (n_kv_heads, n_rows, group, n_held + n_local (+ 1))
+    table, recalled = layer.recall, None
+    if table is not None:
+        mass = logits.softmax(-1)[..., : table.n_clusters].sum(2)
+        choice = choose_clusters(mass, table.sizes, budget)
+        rows_read, real = gather_rows(table, choice)
+        recalled = rows_read.float()
+        near = cap(view.query @ recalled[..., : table.key_dim].transpose(-1, -2), call.softcap)
+        near.masked_fill_(~real.unsqueeze(2), -torch.inf)
+        hit = torch.zeros_like(mass, dtype=torch.bool).scatter_(2, choice.clusters, choice.kept)
+        logits[..., : table.n_clusters].masked_fill_(hit.unsqueeze(2), -torch.inf)
+        logits = torch.cat([logits, near], dim=-1)
+    weights = logits.softmax(-1)
+    attended = view.shared_product(weights[..., :n_held], layer.values)
+    attended += view.local_product(weights[..., n_held : n_held + n_local])
+    if table is not None and recalled is not None:
+        attended += weights[..., -recalled.shape[2] :] @ recalled[..., table.key_dim :]
+        if observer is not None:
+            estimated = weights[..., : table.n_clusters].sum(-1)
+            observer.on_recall(layer, choice, estimated.mean(2))
+    return view.unpack(attended)
 
 
 class _RowView:
@@ -148,7 +142,10 @@ class _RowView:
         self.heads, self.group = n_kv_heads, n_query_heads // n_kv_heads
         grouped = query.reshape(self.batch, self.heads, self.group, self.rows, dim).permute(1, 0, 3, 2, 4)
         self.query = grouped.float().mul(call.scaling).reshape(self.heads, -1, self.group, dim).contiguous()
-        self.sinks = None if call.sinks is None else call.sinks.float().reshape(self.heads, 1, self.group, 1)
+        self.sinks: torch.Tensor | None = None
+        if call.sinks is not None:
+            sinks = call.sinks.float().reshape(self.heads, 1, self.group, 1)
+            self.sinks = sinks.expand(-1, self.query.shape[1], -1, -1)
         self._call, self._rows = call, rows
 
     def shared_logits(self, keys: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

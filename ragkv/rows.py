@@ -1,13 +1,17 @@
 """Layer files: keys and values as Parquet rows, and their bytes mapped straight out of the file.
 
 Row group 0 holds the tokens that are always attended exactly; every further row group holds whole clusters of one KV
-head. Key and value pages are PLAIN, uncompressed and without nulls, one page to a column chunk, so a cluster's rows
-are one run of bytes at an address that the Parquet footer gives: recall reads them from the mapped file, undecoded.
+head. The column ``key_value`` (a token's key and then its value) is PLAIN, uncompressed and without nulls, one page to
+a column chunk, so a cluster's rows are one run of bytes at an address that the Parquet footer gives: recall reads them
+from the mapped file, undecoded.
 """
 
 from __future__ import annotations
 
+import mmap
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +27,11 @@ EXACT = -1
 ROW_GROUP_ROWS = 2048
 """A row group is closed once it has this many rows; clusters are never split."""
 
+_MADV_POPULATE_READ = 22  # from Linux's mman.h; the mmap module has no name for it
 _MAX_PAGE_HEADER = 256
 _MAX_ROWS_PER_PAGE = (1 << 31) - 1
 _PAGE_BYTES = 1 << 30
+_KEY_VALUE_COLUMN = 3
 
 
 @dataclass(frozen=True)
@@ -43,17 +49,15 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class RowAddresses:
-    """Where the rows of a layer file lie: one entry per archived row group.
+class RowGroups:
+    """Where the archived rows of a layer file lie, one entry per row group (that of the exact rows left out).
 
-    ``first_row`` and ``n_rows`` count archived rows (exact rows left out); ``key_byte`` and ``value_byte`` are the
-    file offsets of the first row's key and value.
+    ``first_row`` and ``n_rows`` count archived rows; ``first_byte`` is the file offset of the first of them.
     """
 
     first_row: tuple[int, ...]
     n_rows: tuple[int, ...]
-    key_byte: tuple[int, ...]
-    value_byte: tuple[int, ...]
+    first_byte: tuple[int, ...]
 
 
 def write_rows(path: Path, exact: Rows, archived: Rows | None, sizes: list[list[int]]) -> None:
@@ -61,15 +65,14 @@ def write_rows(path: Path, exact: Rows, archived: Rows | None, sizes: list[list[
 
     `archived` rows are in order of KV head and then cluster, `sizes[head][cluster]` of them each.
     """
-    schema = _schema(exact.keys.shape[1] * exact.keys.element_size(), exact.values.shape[1] * exact.keys.element_size())
+    schema = _schema((exact.keys.shape[1] + exact.values.shape[1]) * exact.keys.element_size())
     options = {
         "compression": "none",
         "use_dictionary": ["kv_head"],
         "column_encoding": {
             "cluster": "DELTA_BINARY_PACKED",
             "position": "DELTA_BINARY_PACKED",
-            "key": "PLAIN",
-            "value": "PLAIN",
+            "key_value": "PLAIN",
         },
         "write_statistics": False,
         "data_page_size": _PAGE_BYTES,
@@ -80,11 +83,11 @@ def write_rows(path: Path, exact: Rows, archived: Rows | None, sizes: list[list[
         writer.write_table(table, row_group_size=max(1, table.num_rows))
         if archived is not None:
             table = _table(archived, schema)
-            for start, stop in _row_groups(sizes):
+            for start, stop in _group_cuts(sizes):
                 writer.write_table(table.slice(start, stop - start), row_group_size=stop - start)
 
 
-def read_rows(path: Path, dtype: torch.dtype, *, exact_only: bool) -> Rows:
+def read_rows(path: Path, key_dim: int, dtype: torch.dtype, *, exact_only: bool) -> Rows:
     """Decode a layer file with the Parquet reader: row group 0, or all of them."""
     with pq.ParquetFile(path) as file:
         groups = [0] if exact_only else list(range(file.num_row_groups))
@@ -93,34 +96,32 @@ def read_rows(path: Path, dtype: torch.dtype, *, exact_only: bool) -> Rows:
     def integers(name: str) -> torch.Tensor:
         return torch.from_numpy(table.column(name).to_numpy().astype(np.int64))
 
+    both = binary_to_tensor(table.column("key_value"), dtype)
     return Rows(
         kv_head=integers("kv_head"),
         cluster=integers("cluster"),
         position=integers("position"),
-        keys=binary_to_tensor(table.column("key"), dtype),
-        values=binary_to_tensor(table.column("value"), dtype),
+        keys=both[:, :key_dim],
+        values=both[:, key_dim:],
     )
 
 
-def row_addresses(path: Path, key_bytes: int, value_bytes: int) -> RowAddresses:
-    """Find the byte addresses of archived rows from the Parquet footer.
+def row_groups(path: Path, row_bytes: int) -> RowGroups:
+    """Find the archived rows from the Parquet footer.
 
     Raises
     ------
     ArchiveCorruptError
-        If a column chunk is not one uncompressed PLAIN page of the expected width.
+        If a column chunk is not one uncompressed PLAIN page of rows of `row_bytes` bytes.
     """
     metadata = pq.read_metadata(path)
-    first_row, n_rows, key_byte, value_byte = [], [], [], []
-    seen = 0
-    for index in range(1, metadata.num_row_groups):
-        group = metadata.row_group(index)
-        first_row.append(seen)
-        n_rows.append(group.num_rows)
-        seen += group.num_rows
-        key_byte.append(_page_start(path, group.column(3), "key", group.num_rows * key_bytes))
-        value_byte.append(_page_start(path, group.column(4), "value", group.num_rows * value_bytes))
-    return RowAddresses(tuple(first_row), tuple(n_rows), tuple(key_byte), tuple(value_byte))
+    groups = [metadata.row_group(index) for index in range(1, metadata.num_row_groups)]
+    n_rows = [group.num_rows for group in groups]
+    return RowGroups(
+        first_row=tuple(accumulate(n_rows, initial=0))[:-1],
+        n_rows=tuple(n_rows),
+        first_byte=tuple(_page_start(path, group, row_bytes) for group in groups),
+    )
 
 
 def map_file(path: Path) -> torch.Tensor:
@@ -128,7 +129,11 @@ def map_file(path: Path) -> torch.Tensor:
 
     Copy-on-write: nothing written to the tensor could reach the file.
     """
-    return torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="c"))
+    with path.open("rb") as handle:
+        mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
+    with suppress(OSError):  # older kernels fault pages in one by one instead
+        mapped.madvise(_MADV_POPULATE_READ)
+    return torch.from_numpy(np.frombuffer(mapped, dtype=np.uint8))
 
 
 def to_bits(tensor: torch.Tensor) -> np.ndarray:
@@ -142,14 +147,13 @@ def binary_column(tensor: torch.Tensor) -> pa.Array:
     return pa.FixedSizeBinaryArray.from_buffers(pa.binary(bits.shape[1]), bits.shape[0], [None, pa.py_buffer(bits)])
 
 
-def _schema(key_bytes: int, value_bytes: int) -> pa.Schema:
+def _schema(row_bytes: int) -> pa.Schema:
     return pa.schema(
         [
             pa.field("kv_head", pa.int32(), nullable=False),
             pa.field("cluster", pa.int32(), nullable=False),
             pa.field("position", pa.int32(), nullable=False),
-            pa.field("key", pa.binary(key_bytes), nullable=False),
-            pa.field("value", pa.binary(value_bytes), nullable=False),
+            pa.field("key_value", pa.binary(row_bytes), nullable=False),
         ]
     )
 
@@ -157,10 +161,11 @@ def _schema(key_bytes: int, value_bytes: int) -> pa.Schema:
 def _table(rows: Rows, schema: pa.Schema) -> pa.Table:
     integers = [rows.kv_head, rows.cluster, rows.position]
     columns = [pa.array(column.cpu().numpy().astype(np.int32)) for column in integers]
-    return pa.Table.from_arrays([*columns, binary_column(rows.keys), binary_column(rows.values)], schema=schema)
+    both = binary_column(torch.cat([rows.keys, rows.values], dim=1))
+    return pa.Table.from_arrays([*columns, both], schema=schema)
 
 
-def _row_groups(sizes: list[list[int]]) -> list[tuple[int, int]]:
+def _group_cuts(sizes: list[list[int]]) -> list[tuple[int, int]]:
     """Cut archived rows at cluster borders, never across two KV heads."""
     cuts, start, stop = [], 0, 0
     for head in sizes:
@@ -184,12 +189,13 @@ def binary_to_tensor(column: pa.ChunkedArray, dtype: torch.dtype) -> torch.Tenso
     return torch.from_numpy(raw.copy()).view(dtype).reshape(len(array), width // dtype.itemsize)
 
 
-def _page_start(path: Path, chunk: pq.ColumnChunkMetaData, name: str, data_bytes: int) -> int:
-    """First byte of the values in a column chunk that is a single page: what is not data is the page's header."""
-    header = chunk.total_compressed_size - data_bytes
+def _page_start(path: Path, group: pq.RowGroupMetaData, row_bytes: int) -> int:
+    """First byte of the rows in a column chunk that is a single page: what is not data is the page's header."""
+    chunk = group.column(_KEY_VALUE_COLUMN)
+    header = chunk.total_compressed_size - group.num_rows * row_bytes
     plain = chunk.compression == "UNCOMPRESSED" and set(chunk.encodings) <= {"PLAIN", "RLE"}
-    if chunk.path_in_schema != name or not plain or not 0 < header <= _MAX_PAGE_HEADER:
+    if chunk.path_in_schema != "key_value" or not plain or not 0 < header <= _MAX_PAGE_HEADER:
         raise ArchiveCorruptError(
-            f"{path.name}: column {chunk.path_in_schema!r} is not one uncompressed PLAIN page of {data_bytes} bytes"
+            f"{path.name}: column {chunk.path_in_schema!r} is not one uncompressed PLAIN page of {row_bytes}-byte rows"
         )
     return int(chunk.data_page_offset + header)

@@ -67,16 +67,15 @@ class RecallTrace:
         self._mass += float(unrecalled_mass.sum())
         self._entries += tokens.numel()
         if self.keep_steps:
-            hit = torch.where(choice.sizes > 0, choice.clusters, -1)
-            clusters = table.n_clusters
-            self.steps[-1].append(LayerRecall(layer.index, clusters, hit, tokens, unrecalled_mass, fetched))
+            entry = LayerRecall(layer.index, table.n_clusters, choice.hit_ids(), tokens, unrecalled_mass, fetched)
+            self.steps[-1].append(entry)
         if log.isEnabledFor(logging.DEBUG):
             log.debug(
                 "step %d layer %d: clusters %d, hit %s, tokens recalled %s, KV bytes %d",
                 self.n_steps,
                 layer.index,
                 table.n_clusters,
-                torch.where(choice.sizes > 0, choice.clusters, -1).tolist(),
+                choice.hit_ids().tolist(),
                 tokens.tolist(),
                 fetched,
             )
