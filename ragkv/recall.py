@@ -36,7 +36,7 @@ class Choice:
 
     def hit_ids(self) -> torch.Tensor:
         """Ids of the clusters recalled, (n_kv_heads, n_rows, n_candidates), -1 where a candidate was not."""
-        return torch.where(self.kept, self.clusters, -1)
+        return torch.where(self.kept & (self.ends > self.begins), self.clusters, -1)
 
 
 class Observer(Protocol):
