@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ragkv.version import __version__
 
 if TYPE_CHECKING:
+    from ragkv.answer import Answer, ask
     from ragkv.archive import Archive
     from ragkv.attention import attach
     from ragkv.build import BuildResult, build_archive
@@ -19,21 +20,40 @@ if TYPE_CHECKING:
     from ragkv.layout import PromptLayout
     from ragkv.models import LoadedModel, load_model
     from ragkv.recipe import Recipe
+    from ragkv.trace import RecallTrace
 
 _HOMES = {
+    "Answer": "answer",
     "Archive": "archive",
     "ArchiveCache": "cache",
     "BuildResult": "build",
     "LoadedModel": "models",
     "PromptLayout": "layout",
     "RagkvError": "errors",
+    "RecallTrace": "trace",
     "Recipe": "recipe",
+    "ask": "answer",
     "attach": "attention",
     "build_archive": "build",
     "load_model": "models",
 }
 
-__all__ = [*_HOMES, "__version__"]
+__all__ = [
+    "Answer",
+    "Archive",
+    "ArchiveCache",
+    "BuildResult",
+    "LoadedModel",
+    "PromptLayout",
+    "RagkvError",
+    "RecallTrace",
+    "Recipe",
+    "__version__",
+    "ask",
+    "attach",
+    "build_archive",
+    "load_model",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,8 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 
 import torch
 from transformers import Cache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
@@ -14,6 +15,7 @@ from transformers import Cache, GenerationConfig, PreTrainedModel, StoppingCrite
 from ragkv.archive import Archive
 from ragkv.cache import DEFAULT_BUDGET, ArchiveCache
 from ragkv.errors import ConfigError
+from ragkv.kv import kv_nbytes
 from ragkv.layout import question_ids
 from ragkv.prefill import prefill_cache
 from ragkv.streamer import AnswerStreamer, StopAtText
@@ -84,10 +86,7 @@ def ask(
     ConfigError
         If the question is empty, or an option is out of range.
     """
-    if mode not in MODES:
-        raise ConfigError(f"mode is {mode!r}; give one of {', '.join(MODES)}")
-    if max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens is {max_new_tokens}; give at least 1")
+    check_options(budget=budget, mode=mode, max_new_tokens=max_new_tokens, question=question)
     model, tokenizer, layout = archive.model.model, archive.model.tokenizer, archive.manifest.layout
     inputs = archive.pad([question_ids(tokenizer, layout, question)])
     trace = RecallTrace(keep_steps=False)
@@ -101,7 +100,7 @@ def ask(
         inputs = after_context(context, inputs)
     streamer = AnswerStreamer(tokenizer, cache, stop=layout.stop, on_text=on_text)
     generate_greedy(model, inputs, cache, streamer=streamer, max_new_tokens=max_new_tokens)
-    gaps = [later - earlier for earlier, later in zip(streamer.times[:-1], streamer.times[1:], strict=True)]
+    gaps = [later - earlier for earlier, later in pairwise(streamer.times)]
     return Answer(
         text=streamer.text,
         token_ids=tuple(streamer.token_ids),
@@ -115,6 +114,20 @@ def ask(
         kv_bytes=_kv_bytes(archive, cache, trace),
         clusters=max((count for layer in archive.manifest.layers for count in layer.clusters), default=0),
     )
+
+
+def check_options(
+    *, budget: int = DEFAULT_BUDGET, mode: str = "recall", max_new_tokens: int = 1, question: str = "?"
+) -> None:
+    """Refuse options of `ask` that are out of range, before anything is loaded."""
+    if mode not in MODES:
+        raise ConfigError(f"mode is {mode!r}; give one of {', '.join(MODES)}")
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens is {max_new_tokens}; give at least 1")
+    if budget < 1:
+        raise ConfigError(f"budget is {budget!r}; give a whole number of tokens of at least 1")
+    if not question.strip():
+        raise ConfigError("the question is empty; ask something")
 
 
 def after_context(context: torch.Tensor, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -141,7 +154,7 @@ def generate_greedy(
         pad_token_id=own.pad_token_id if own.pad_token_id is not None else 0,
         use_cache=True,
     )
-    model.generate(
+    cast(Any, model).generate(
         **inputs,
         cache=cache,
         generation_config=config,
@@ -152,7 +165,7 @@ def generate_greedy(
 
 def _kv_bytes(archive: Archive, cache: Cache, trace: RecallTrace) -> KVBytes:
     if not isinstance(cache, ArchiveCache):
-        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+        held = kv_nbytes(cache)
         return KVBytes(dense=held, resident=held, archive=archive.disk_bytes)
     return KVBytes(
         dense=archive.dense_bytes + cache.local_bytes,

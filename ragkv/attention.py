@@ -31,8 +31,8 @@ class AttentionCall:
     """One call of a layer's attention, as the model makes it.
 
     ``query`` (batch, n_query_heads, n_rows, head_dim); ``key`` and ``value`` (batch, n_kv_heads, n_local, head_dim);
-    ``mask`` boolean (batch or 1, 1, n_rows, n_local), None only for one row that sees all of them; ``positions`` (batch, n_rows) or None;
-    ``sinks`` (n_query_heads,) logits or None.
+    ``mask`` boolean (batch or 1, 1, n_rows, n_local), None only for one row that sees all of them;
+    ``positions`` (batch, n_rows) or None; ``sinks`` (n_query_heads,) logits or None.
     """
 
     __slots__ = ("key", "mask", "positions", "query", "scaling", "sinks", "softcap", "value")
@@ -70,7 +70,9 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
     AttentionMaskInterface.register(NAME, sdpa_mask)
     model.set_attn_implementation(NAME)
     if not is_attached(model):
-        raise ConfigError(f"{type(model).__name__} does not let its attention be chosen; ragkv cannot be attached to it")
+        raise ConfigError(
+            f"{type(model).__name__} does not let its attention be chosen; ragkv cannot be attached to it"
+        )
     return model
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +13,12 @@ import torch
 
 from ragkv import publish
 from ragkv.architecture import model_shape
+from ragkv.errors import ArchiveCorruptError, ArchiveFormatError, ArchiveNotFoundError, ModelMismatchError
 from ragkv.faiss_io import write_centroids
-from ragkv.fingerprint import fingerprint
+from ragkv.fingerprint import fingerprint, require_match
 from ragkv.kmeans import cluster_keys, group_sizes, group_sums
 from ragkv.layout import PromptLayout, PromptTokens, tokenize_prompt
-from ragkv.manifest import LayerEntry, Manifest
+from ragkv.manifest import LayerEntry, Manifest, read_manifest
 from ragkv.models import LoadedModel
 from ragkv.prefill import CapturedLayer, check_document_length, prefill
 from ragkv.recipe import Recipe
@@ -70,7 +72,7 @@ def build_archive(
     document
         The text. Literal special tokens in it are archived as text.
     recipe, layout
-        Default to `Recipe()` and `PromptLayout.default(tokenizer)`.
+        Default to `Recipe()` and the model's own `layout`.
     on_progress
         Called with ("prefill" | "cluster", done, total).
 
@@ -84,7 +86,7 @@ def build_archive(
         If the model computed a NaN or infinite key or value.
     """
     recipe = recipe or Recipe()
-    layout = layout or PromptLayout.default(model.tokenizer)
+    layout = layout or model.layout
     tokens = tokenize_prompt(model.tokenizer, layout, document)
     prompt_ids = (*tokens.prefix_ids, *tokens.document_ids)
     check_document_length(model.model, len(prompt_ids))
@@ -94,7 +96,39 @@ def build_archive(
 
     started = time.perf_counter()
     captured = prefill(model.model, prompt_ids, on_progress=report("prefill"))
-    prefilled = time.perf_counter()
+    prefill_s = time.perf_counter() - started
+    build = write_archive(
+        model,
+        document,
+        tokens,
+        captured,
+        path,
+        recipe=recipe,
+        layout=layout,
+        document_name=document_name,
+        on_progress=report("cluster"),
+    )
+    return dataclasses.replace(build, prefill_s=prefill_s)
+
+
+@torch.no_grad()
+def write_archive(
+    model: LoadedModel,
+    document: str,
+    tokens: PromptTokens,
+    captured: Sequence[CapturedLayer],
+    path: str | Path,
+    *,
+    recipe: Recipe,
+    layout: PromptLayout,
+    document_name: str = "",
+    on_progress: Callable[[int, int], None] | None = None,
+) -> BuildResult:
+    """The part of `build_archive` after the prefill: cluster, encode and write what `captured` holds.
+
+    `on_progress` is called with (layers done, layers in all).
+    """
+    started = time.perf_counter()
     span, shape = document_span(tokens, recipe), model_shape(model.model.config)
     with publish.staging(Path(path)) as folder:
         (folder / "layers").mkdir()
@@ -105,7 +139,7 @@ def build_archive(
             entries.append(entry)
             asked = max(asked, asked_here)
             if on_progress is not None:
-                on_progress("cluster", index + 1, len(captured))
+                on_progress(index + 1, len(captured))
         write_tokens(folder, tokens)
         manifest = Manifest(
             created_by=f"ragkv {__version__}",
@@ -115,7 +149,7 @@ def build_archive(
             prefix_seam_differs=tokens.prefix_seam_differs,
             question_seam_differs=tokens.question_seam_differs,
             document_name=document_name,
-            document_sha256=hashlib.sha256(document.encode("utf-8", "surrogatepass")).hexdigest(),
+            document_sha256=document_sha256(document),
             recipe=recipe,
             clusters_asked=asked,
             prefix_tokens=len(tokens.prefix_ids),
@@ -126,10 +160,30 @@ def build_archive(
             files={},
         )
         manifest = publish.seal(folder, manifest)
-    finished = time.perf_counter()
-    return BuildResult(
-        path=Path(path), manifest=manifest, prefill_s=prefilled - started, build_s=finished - prefilled
+    return BuildResult(path=Path(path), manifest=manifest, prefill_s=0.0, build_s=time.perf_counter() - started)
+
+
+def is_current(model: LoadedModel, document: str, path: str | Path, *, recipe: Recipe, layout: PromptLayout) -> bool:
+    """Whether `path` holds an archive of this text, model, recipe and layout, so that building again is no use.
+
+    Checksums are not read here; opening the archive or ``ragkv verify`` does that.
+    """
+    try:
+        manifest = read_manifest(path)
+        require_match(manifest.fingerprint, model.model, model.tokenizer)
+    except (ArchiveNotFoundError, ArchiveFormatError, ArchiveCorruptError, ModelMismatchError):
+        return False
+    same_dtype = manifest.fingerprint.dtype == str(model.model.dtype).removeprefix("torch.")
+    return same_dtype and (manifest.document_sha256, manifest.recipe, manifest.layout) == (
+        document_sha256(document),
+        recipe,
+        layout,
     )
+
+
+def document_sha256(document: str) -> str:
+    """SHA-256 of the document's UTF-8 bytes."""
+    return hashlib.sha256(document.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def document_span(tokens: PromptTokens, recipe: Recipe) -> Span:

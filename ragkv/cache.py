@@ -12,6 +12,7 @@ from ragkv.architecture import check_length, model_shape
 from ragkv.archive import Archive, ArchivedLayer
 from ragkv.attention import AttentionCall, dense_attention, tag
 from ragkv.errors import ConfigError
+from ragkv.kv import kv_nbytes
 from ragkv.recall import Observer, recall_attention
 
 DEFAULT_BUDGET = 256
@@ -51,12 +52,7 @@ class ArchiveCache(Cache):
     @property
     def local_bytes(self) -> int:
         """Bytes of question and answer keys and values."""
-        return sum(
-            tensor.numel() * tensor.element_size()
-            for layer in self.layers
-            if layer.get_seq_length()
-            for tensor in (layer.keys, layer.values)
-        )
+        return kv_nbytes(self)
 
 
 class ArchiveCacheLayer(DynamicLayer):
@@ -103,8 +99,8 @@ class ArchiveCacheLayer(DynamicLayer):
             right |= (n_seen == self._layer.window) & (last > expected)
         if not bool(right.all()):
             raise ConfigError(
-                f"the last question token has position {last.tolist()}, with this archive it must be {expected.tolist()}; "
-                "pass position_ids from Archive.questions to generate"
+                f"the last question token has position {last.tolist()}, with this archive it must be "
+                f"{expected.tolist()}; pass position_ids from Archive.questions to generate"
             )
 
     def _with_window(self, call: AttentionCall, window: int) -> AttentionCall:

@@ -15,7 +15,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ragkv.architecture import model_shape
 from ragkv.errors import ModelMismatchError
 
-_VOLATILE_CONFIG = ("_name_or_path", "_attn_implementation", "transformers_version", "dtype", "torch_dtype", "use_cache")
+_VOLATILE_CONFIG = (
+    "_name_or_path",
+    "_attn_implementation",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+    "use_cache",
+)
 _HASH_THREADS = 4
 
 
@@ -75,7 +82,7 @@ def weights_sha256(model: PreTrainedModel, dtype: torch.dtype) -> str:
         tensor = tensor.detach()
         tensor = (tensor.to(dtype) if tensor.is_floating_point() else tensor).cpu().contiguous()
         hasher = hashlib.sha256(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        hasher.update(tensor.reshape(-1).view(torch.uint8).numpy())
+        hasher.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
         return hasher.digest()
 
     with ThreadPoolExecutor(_HASH_THREADS) as pool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -85,7 +86,7 @@ def _segments(n_tokens: int, segment_tokens: int) -> list[tuple[int, int]]:
         return []
     n_segments = -(-n_tokens // segment_tokens)
     cuts = [round(i * n_tokens / n_segments) for i in range(n_segments + 1)]
-    return list(zip(cuts[:-1], cuts[1:], strict=True))
+    return list(pairwise(cuts))
 
 
 def _kmeans(points: torch.Tensor, n_clusters: int, recipe: Recipe) -> torch.Tensor:

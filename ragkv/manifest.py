@@ -124,9 +124,13 @@ class Manifest:
         ArchiveCorruptError
             If its own checksum does not hold.
         """
+        if not text.endswith("}\n"):
+            raise ArchiveCorruptError(
+                f"{MANIFEST_FILE}: does not end in a closing brace and a newline; it was cut short"
+            )
         try:
             body = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ArchiveCorruptError(f"{MANIFEST_FILE}: not valid JSON ({error})") from error
         if not isinstance(body, dict) or body.get("format") != FORMAT_NAME:
             raise ArchiveFormatError(f"{MANIFEST_FILE}: not a {FORMAT_NAME} manifest")
@@ -161,6 +165,7 @@ class Manifest:
             files={path: FileEntry(**entry) for path, entry in body["files"].items()},
             **body["counts"],
         )
+        _check_kinds(manifest)
         if manifest.fingerprint.dtype not in DTYPES:
             raise ArchiveFormatError(f"{MANIFEST_FILE}: dtype {manifest.fingerprint.dtype!r}, allowed are {DTYPES}")
         expected = {TOKENS_FILE, *(path for layer in layers for path in layer.files())}
@@ -190,7 +195,8 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 def list_archives(folder: str | Path) -> list[str]:
     """Names of the archives directly inside `folder`."""
-    return sorted(found.parent.name for found in Path(folder).glob(f"*/{MANIFEST_FILE}"))
+    names = (found.parent.name for found in Path(folder).glob(f"*/{MANIFEST_FILE}"))
+    return sorted(name for name in names if not name.startswith("."))  # a dot marks an archive that is being built
 
 
 def _hint(folder: Path) -> str:
@@ -200,6 +206,36 @@ def _hint(folder: Path) -> str:
     if inside:
         return f"it holds the archives {', '.join(inside[:5])}{', ...' if len(inside) > 5 else ''}; name one of them"
     return f"it has no {MANIFEST_FILE}; build one with 'ragkv build'"
+
+
+def _check_kinds(manifest: Manifest) -> None:
+    """Refuse values that JSON allows and the tensors behind them do not: 1.0, true or -1 for a count, say."""
+    model, counts = manifest.fingerprint, ("prefix_tokens", "document_tokens", "archived_tokens", "head_tokens")
+    numbers = {name: getattr(manifest, name) for name in ("clusters_asked", *counts)}
+    texts = {name: getattr(manifest, name) for name in ("created_by", "model_name", "document_name", "document_sha256")}
+    texts |= {name: value for name, value in model.to_dict().items() if name != "rope_parameters"}
+    texts |= {"layout.prefix": manifest.layout.prefix, "layout.question": manifest.layout.question}
+    texts |= {f"layout.stop[{place}]": text for place, text in enumerate(manifest.layout.stop)}
+    for place, layer in enumerate(manifest.layers):
+        numbers |= {f"layers[{place}].{name}": value for name, value in asdict(layer).items() if name != "clusters"}
+        if layer.window is None:
+            del numbers[f"layers[{place}].window"]
+        numbers |= {f"layers[{place}].clusters[{head}]": count for head, count in enumerate(layer.clusters)}
+        if len(layer.clusters) not in (0, layer.n_kv_heads):
+            raise ValueError(f"layers[{place}].clusters has {len(layer.clusters)} entries for {layer.n_kv_heads} heads")
+    for path, entry in manifest.files.items():
+        texts[f"files[{path}].sha256"], numbers[f"files[{path}].bytes"] = entry.sha256, entry.bytes
+    for name, value in numbers.items():
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{name} is {value!r}, not a whole number of at least 0")
+    for name, value in texts.items():
+        if not isinstance(value, str):
+            raise TypeError(f"{name} is {value!r}, not text")
+    for name in ("prefix_seam_differs", "question_seam_differs"):
+        if not isinstance(getattr(manifest, name), bool):
+            raise TypeError(f"{name} is {getattr(manifest, name)!r}, not true or false")
+    if not isinstance(model.rope_parameters, dict):
+        raise TypeError(f"rope_parameters is {model.rope_parameters!r}, not an object")
 
 
 def _digest(body: dict[str, Any]) -> str:

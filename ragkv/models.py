@@ -35,6 +35,7 @@ from ragkv.gguf_cache import (
     one_line,
     quiet,
 )
+from ragkv.layout import PromptLayout
 
 __all__ = ["DTYPES", "LoadedModel", "cache_dir", "load_config", "load_model"]
 
@@ -46,6 +47,7 @@ DTYPES = {
     "fp32": torch.float32,
     "float32": torch.float32,
 }
+DEMO_NAME = "demo"
 _MIN_TOKENS = 16  # transformers makes up an empty tokenizer of a few special tokens where the files are missing
 
 
@@ -56,6 +58,15 @@ class LoadedModel:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     name: str
+
+    @property
+    def layout(self) -> PromptLayout:
+        """The prompt layout to use when none is given.
+
+        The demo model gets the plain one: it answers extractive questions far better from it than from its chat
+        template.
+        """
+        return PromptLayout.plain() if self.name == DEMO_NAME else PromptLayout.default(self.tokenizer)
 
 
 def load_config(name: str) -> PreTrainedConfig:
@@ -124,7 +135,7 @@ def load_model(
 
 def _source(name: str) -> str | Path | GgufParts:
     """What a name stands for: a folder or hub id (str), a GGUF file (Path), or the demo model's parts."""
-    if name == "demo":
+    if name == DEMO_NAME:
         return DEMO
     path = Path(name).expanduser()
     if path.is_dir() and name:

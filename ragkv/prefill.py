@@ -10,6 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ragkv.architecture import check_length, model_shape
 from ragkv.errors import ConfigError, NonFiniteError
+from ragkv.kv import layer_tensors
 
 CHUNK_TOKENS = 512
 
@@ -45,11 +46,16 @@ def prefill(
     NonFiniteError
         If a key or value is NaN or infinite.
     """
-    cache = prefill_cache(model, token_ids, chunk_tokens=chunk_tokens, on_progress=on_progress)
-    captured = []
-    for index, layer in enumerate(cache.layers):
-        keys, values = layer.keys[0], layer.values[0]
-        captured.append(CapturedLayer(keys=keys, values=values, first_position=len(token_ids) - keys.shape[1]))
+    return captured_layers(prefill_cache(model, token_ids, chunk_tokens=chunk_tokens, on_progress=on_progress))
+
+
+def captured_layers(cache: DynamicCache) -> tuple[CapturedLayer, ...]:
+    """Take keys and values out of a prefilled cache (batch 1), checked to be finite; nothing is copied."""
+    n_tokens = cache.get_seq_length()
+    captured: list[CapturedLayer] = []
+    for index, (keys, values) in enumerate(layer_tensors(cache)):
+        first_position = n_tokens - keys.shape[2]
+        captured.append(CapturedLayer(keys=keys[0], values=values[0], first_position=first_position))
         _check_finite(index, captured[-1])
     return tuple(captured)
 

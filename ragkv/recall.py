@@ -24,8 +24,8 @@ class Choice:
     """Clusters that rows recall.
 
     ``clusters`` (n_kv_heads, n_rows, n_candidates) int64 in descending order of mass, of which the `kept` ones
-    (boolean, a leading run) are recalled; ``begins`` and ``ends`` bound their tokens; ``tokens`` (n_kv_heads, n_rows) int64,
-    recalled in all.
+    (boolean, a leading run) are recalled; ``begins`` and ``ends`` bound their tokens in that order; ``tokens``
+    (n_kv_heads, n_rows) int64, recalled in all.
     """
 
     clusters: torch.Tensor

@@ -8,6 +8,9 @@ from typing import Annotated
 
 import typer
 
+from ragkv.cli.ask import ask
+from ragkv.cli.bench import bench
+from ragkv.cli.build import build
 from ragkv.cli.ledger import ledger
 from ragkv.errors import RagkvError
 
@@ -22,6 +25,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("ledger")(ledger)
+app.command("build")(build)
+app.command("ask")(ask)
+app.command("bench")(bench)
 
 
 def _show_version(wanted: bool) -> None:
@@ -47,8 +53,10 @@ def describe(
     so memory follows the number of clusters instead of the number of tokens.
 
     \b
-    Example, what would an archive save:
-      ragkv ledger --model demo --tokens 32768
+    Example:
+      ragkv ledger --model demo --tokens 32768     what would an archive save
+      ragkv build report.txt --model demo          archive a document in indexes/report
+      ragkv ask "Who wrote it?" --archive indexes/report
     """
 
 

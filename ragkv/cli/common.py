@@ -1,0 +1,93 @@
+"""What the commands share: loading a model, choosing a layout, progress on stderr."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from ragkv.cli.output import err
+from ragkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ragkv.layout import PromptLayout
+    from ragkv.models import LoadedModel
+
+Report = Callable[[str, int, int], None]
+
+DtypeOption = Annotated[str | None, typer.Option(help="bf16, fp16 or fp32. [default: the checkpoint's own]")]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ... [default: cuda if there is one]")]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else there.")]
+LayoutOption = Annotated[
+    str,
+    typer.Option(
+        help="Prompt around the document: auto, plain, chat, or a TOML file with 'prompt' (holding {document} and "
+        "{question}) and an optional list 'stop'."
+    ),
+]
+
+
+def load(name: str, dtype: str | None, device: str | None) -> LoadedModel:
+    """Load a model, saying on stderr what takes long."""
+    from ragkv.models import load_model
+
+    with err.status(f"loading {name}") as status:
+        return load_model(name, dtype=dtype, device=device, progress=status.update)
+
+
+def choose_layout(choice: str, model: LoadedModel) -> PromptLayout:
+    """The layout that an option names."""
+    from ragkv.layout import PromptLayout
+
+    if choice == "auto":
+        return model.layout
+    if choice == "plain":
+        return PromptLayout.plain()
+    if choice == "chat":
+        return PromptLayout.chat(model.tokenizer)
+    return read_layout(Path(choice))
+
+
+def read_layout(path: Path) -> PromptLayout:
+    """A layout from a TOML file with the key ``prompt`` and an optional list ``stop``."""
+    from ragkv.layout import PromptLayout
+
+    if path.suffix != ".toml":
+        raise ConfigError(f"layout is {str(path)!r}; give auto, plain, chat or a .toml file")
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"layout file {str(path)!r} cannot be read: {error}") from error
+    prompt, stop = values.pop("prompt", None), values.pop("stop", [])
+    if values or not isinstance(prompt, str) or not isinstance(stop, list) or not all(isinstance(s, str) for s in stop):
+        raise ConfigError(f"layout file {str(path)!r} must hold 'prompt', a text, and may hold 'stop', a list of texts")
+    return PromptLayout.from_prompt(prompt, stop=tuple(stop))
+
+
+@contextmanager
+def progress(title: str = "") -> Iterator[Report]:
+    """Bars on stderr, one per stage: call the yielded function with (stage, done, total)."""
+    bars = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=err,
+        transient=True,
+    )
+    tasks: dict[str, int] = {}
+
+    def report(stage: str, done: int, total: int) -> None:
+        label = f"{title} {stage}".strip()
+        if label not in tasks:
+            tasks[label] = bars.add_task(label, total=total)
+        bars.update(tasks[label], completed=done, total=total)  # type: ignore[arg-type]
+
+    with bars:
+        yield report
