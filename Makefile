@@ -32,8 +32,8 @@ format: $(STAMP) ## rewrite the code in its format
 	@$(BIN)/ruff check --quiet --fix $(CODE)
 	@$(BIN)/ruff format --quiet $(CODE)
 
-bench: $(STAMP) ## the benchmark
-	@$(BIN)/python pipelines/bench.py
+bench: $(STAMP) ## dense attention against recall on the demo model, at 8k and 16k tokens
+	@$(BIN)/ragkv bench --model demo --tokens 8192 --tokens 16384
 
 clean: ## remove the environment and every build output (the model cache stays)
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

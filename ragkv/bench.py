@@ -26,6 +26,7 @@ from ragkv.prefill import captured_layers, prefill_cache
 from ragkv.recipe import Recipe
 from ragkv.timing import Times, interleaved, memory_peak, timed
 from ragkv.trace import RecallTrace
+from ragkv.version import __version__
 
 Progress = Callable[[str, int, int], None]
 
@@ -134,9 +135,10 @@ def cut_text(model: LoadedModel, layout: PromptLayout, text: str, n_tokens: int)
 
 def environment() -> dict[str, str | int]:
     """Versions and machine, to stand beside every figure."""
-    names = ("torch", "transformers", "pyarrow", "ragkv")
+    names = ("torch", "transformers", "pyarrow")
     return {
         **{name: version(name) for name in names},
+        "ragkv": __version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
         "torch_threads": torch.get_num_threads(),

@@ -85,7 +85,11 @@ class Manifest:
         return self.prefix_tokens + self.document_tokens
 
     def to_json(self) -> str:
-        body = {
+        body = self._body()
+        return json.dumps({**body, "sha256": _digest(body)}, indent=1, ensure_ascii=False) + "\n"
+
+    def _body(self) -> dict[str, Any]:
+        return {
             "format": FORMAT_NAME,
             "version": FORMAT_VERSION,
             "created_by": self.created_by,
@@ -103,7 +107,6 @@ class Manifest:
             "layers": [asdict(layer) for layer in self.layers],
             "files": {name: asdict(entry) for name, entry in sorted(self.files.items())},
         }
-        return json.dumps({**body, "sha256": _digest(body)}, indent=1, ensure_ascii=False) + "\n"
 
     def _built(self) -> dict[str, Any]:
         per_head = [count for layer in self.layers for count in layer.clusters]
@@ -166,6 +169,10 @@ class Manifest:
             **body["counts"],
         )
         _check_kinds(manifest)
+        if json.loads(json.dumps(manifest._body())) != body:
+            raise ArchiveFormatError(
+                f"{MANIFEST_FILE}: holds fields that format version {FORMAT_VERSION} does not have"
+            )
         if manifest.fingerprint.dtype not in DTYPES:
             raise ArchiveFormatError(f"{MANIFEST_FILE}: dtype {manifest.fingerprint.dtype!r}, allowed are {DTYPES}")
         expected = {TOKENS_FILE, *(path for layer in layers for path in layer.files())}

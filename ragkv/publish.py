@@ -23,8 +23,8 @@ def staging(path: Path) -> Iterator[Path]:
 
     An archive at `path` is replaced; any other file or folder there is left alone and refused.
     """
-    if path.exists() and not (path / MANIFEST_FILE).is_file() and (not path.is_dir() or any(path.iterdir())):
-        raise ConfigError(f"{str(path)!r} exists and is not an archive; choose another place")
+    path = path.resolve()  # a link to an archive stays, and what it points to is replaced
+    check_place(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
@@ -36,6 +36,12 @@ def staging(path: Path) -> Iterator[Path]:
         _replace(folder, path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_place(path: Path) -> None:
+    """Refuse a place where something other than an archive or an empty folder stands."""
+    if path.exists() and not (path / MANIFEST_FILE).is_file() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"{str(path)!r} exists and is not an archive; choose another place")
 
 
 def seal(folder: Path, manifest: Manifest) -> Manifest:
@@ -72,6 +78,7 @@ def hash_file(path: Path) -> FileEntry:
 def _replace(folder: Path, path: Path) -> None:
     """Rename `folder` to `path`; a folder in the way is moved aside first and removed afterwards."""
     aside = folder.with_suffix(".old")
+    check_place(path)  # again: the build took its time
     try:
         if path.exists():
             path.rename(aside)

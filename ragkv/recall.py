@@ -70,7 +70,8 @@ def choose_clusters(mass: torch.Tensor, sizes: torch.Tensor, budget: int) -> Cho
 
     `mass` (n_kv_heads, n_rows, n_clusters), `sizes` (n_kv_heads, n_clusters).
     """
-    clusters = mass.topk(min(mass.shape[-1], budget), dim=-1).indices
+    ranked = mass.masked_fill(sizes.unsqueeze(1) == 0, -1)  # behind real clusters whose mass underflowed to 0
+    clusters = ranked.topk(min(mass.shape[-1], budget), dim=-1).indices
     held = sizes.unsqueeze(1).expand(-1, mass.shape[1], -1).gather(2, clusters)
     ends = held.cumsum(-1)
     begins = ends - held

@@ -5,7 +5,7 @@ The rules are those of ``indexes/FORMAT.md``, restated here rather than taken fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,10 +38,16 @@ class _Spans:
     tail: int
     end: int
 
-    def exact(self, entry: LayerEntry) -> torch.Tensor:
-        """Positions (n_exact,) of the rows that one KV head of a layer attends exactly."""
+    def n_exact(self, entry: LayerEntry) -> int:
+        """How many tokens one KV head of a layer attends exactly."""
         if entry.window is not None:
-            return torch.arange(self.end - min(self.end, entry.window - 1), self.end)
+            return max(0, min(self.end, entry.window - 1))
+        return self.head + max(0, self.end - self.tail)
+
+    def exact(self, entry: LayerEntry) -> torch.Tensor:
+        """The positions (n_exact,) of those tokens."""
+        if entry.window is not None:
+            return torch.arange(self.end - self.n_exact(entry), self.end)
         return torch.cat([torch.arange(self.head), torch.arange(self.tail, self.end)])
 
 
@@ -76,22 +82,22 @@ def verify_archive(path: str | Path) -> list[str]:
     damaged = dict(_file_faults(folder, manifest))
     faults = [*damaged.values(), *_extra_files(folder, manifest), *_count_faults(manifest)]
     if TOKENS_FILE not in damaged:
-        faults += _guarded(TOKENS_FILE, lambda: _token_faults(folder, manifest))
+        faults += _collected(TOKENS_FILE, _token_faults(folder, manifest))
     spans = _Spans(manifest.head_tokens, manifest.head_tokens + manifest.archived_tokens, manifest.n_tokens)
     dtype = getattr(torch, manifest.fingerprint.dtype)
     for place, entry in enumerate(manifest.layers):
         faults += _entry_faults(place, entry, manifest, spans)
         if damaged.keys().isdisjoint(entry.files()):
-            faults += _guarded(f"layer {entry.index}", lambda entry=entry: _layer_faults(folder, entry, spans, dtype))
+            faults += _collected(f"layer {entry.index}", _layer_faults(folder, entry, spans, dtype))
     return faults
 
 
-def _guarded(name: str, check: Callable[[], Iterator[str]]) -> list[str]:
+def _collected(name: str, found: Iterator[str]) -> list[str]:
     """Run one check to its end; a file that cannot be read is its last fault."""
-    faults = []
+    faults: list[str] = []
     try:
-        for fault in check():
-            faults.append(fault)  # noqa: PERF402 - what was found before an error is kept
+        for fault in found:
+            faults.append(fault)
     except _UNREADABLE as error:
         faults.append(f"{name}: cannot be read ({' '.join(str(error).split())})")
     return faults
@@ -135,7 +141,7 @@ def _count_faults(manifest: Manifest) -> Iterator[str]:
 
 def _entry_faults(place: int, entry: LayerEntry, manifest: Manifest, spans: _Spans) -> Iterator[str]:
     """The manifest's entry of a layer must follow from the counts."""
-    name, n_exact = f"{MANIFEST_FILE}: layer {entry.index}", len(spans.exact(entry))
+    name, n_exact = f"{MANIFEST_FILE}: layer {entry.index}", spans.n_exact(entry)
     if entry.index != place:
         yield f"{name} stands at place {place}"
     if entry.exact_tokens != n_exact:
@@ -149,8 +155,7 @@ def _entry_faults(place: int, entry: LayerEntry, manifest: Manifest, spans: _Spa
 
 
 def _token_faults(folder: Path, manifest: Manifest) -> Iterator[str]:
-    columns = {name: "int32" for name in ("token_id", "start", "end")}
-    yield from _schema_faults(folder, TOKENS_FILE, columns)
+    _require_columns(folder / TOKENS_FILE, dict.fromkeys(("token_id", "start", "end"), "int32"))
     tokens, n_prefix = read_tokens(folder, manifest), manifest.prefix_tokens
     if bool((tokens.ids < 0).any()):
         yield f"{TOKENS_FILE}: a token id is negative"
@@ -164,20 +169,20 @@ def _token_faults(folder: Path, manifest: Manifest) -> Iterator[str]:
         yield f"{TOKENS_FILE}: character offsets go backwards"
 
 
-def _schema_faults(folder: Path, name: str, columns: dict[str, str]) -> Iterator[str]:
-    schema = pq.read_schema(folder / name)
-    found = {field.name: f"{field.type}" for field in schema}
-    if found != columns or list(found) != list(columns) or any(field.nullable for field in schema):
-        raise ArchiveCorruptError(f"columns are {found}, the format says {columns}, none nullable")
-    yield from ()
+def _require_columns(path: Path, columns: dict[str, str]) -> None:
+    schema = pq.read_schema(path)
+    found = [(field.name, str(field.type)) for field in schema]
+    if found != list(columns.items()) or any(field.nullable for field in schema):
+        raise ArchiveCorruptError(f"{path.name} has columns {found}, the format says {list(columns.items())}, no nulls")
 
 
 def _layer_faults(folder: Path, entry: LayerEntry, spans: _Spans, dtype: torch.dtype) -> Iterator[str]:
     path, row_bytes = folder / entry.rows_file, (entry.key_dim + entry.value_dim) * dtype.itemsize
     binary = f"fixed_size_binary[{row_bytes}]"
-    yield from _schema_faults(folder, entry.rows_file, {**_INTEGERS, "position": "int32", "key_value": binary})
-    rows, n_exact = read_rows(path, entry.key_dim, dtype, exact_only=False), pq.read_metadata(path).row_group(0).num_rows
-    expected = entry.n_kv_heads * len(spans.exact(entry))
+    _require_columns(path, {**_INTEGERS, "position": "int32", "key_value": binary})
+    rows = read_rows(path, entry.key_dim, dtype, exact_only=False)
+    n_exact = pq.read_metadata(path).row_group(0).num_rows
+    expected = entry.n_kv_heads * spans.n_exact(entry)
     archived = entry.n_kv_heads * (spans.tail - spans.head) if entry.clusters else 0
     if (n_exact, len(rows.position) - n_exact) != (expected, archived):
         yield (
@@ -188,9 +193,9 @@ def _layer_faults(folder: Path, entry: LayerEntry, spans: _Spans, dtype: torch.d
     prototypes = None
     if entry.clusters:
         mean = f"fixed_size_binary[{entry.value_dim * dtype.itemsize}]"
-        yield from _schema_faults(folder, entry.prototypes_file, {**_INTEGERS, "size": "int32", "mean_value": mean})
-        yield from _prototype_order_faults(folder, entry)
+        _require_columns(folder / entry.prototypes_file, {**_INTEGERS, "size": "int32", "mean_value": mean})
         prototypes = read_prototypes(folder, entry, dtype)
+        yield from _prototype_order_faults(folder, entry)
     layer = _LayerFiles(entry, spans, dtype, path, rows, n_exact, prototypes)
     yield from _exact_faults(layer)
     yield from _finite_faults(layer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import typer
@@ -11,8 +10,11 @@ import typer
 from ragkv.cli.ask import ask
 from ragkv.cli.bench import bench
 from ragkv.cli.build import build
+from ragkv.cli.inspect import inspect
 from ragkv.cli.ledger import ledger
+from ragkv.cli.verify import verify
 from ragkv.errors import RagkvError
+from ragkv.version import __version__
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -25,6 +27,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("ledger")(ledger)
+app.command("inspect")(inspect)
+app.command("verify")(verify)
 app.command("build")(build)
 app.command("ask")(ask)
 app.command("bench")(bench)
@@ -32,11 +36,7 @@ app.command("bench")(bench)
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        try:
-            number = version("ragkv")
-        except PackageNotFoundError:
-            number = "(not installed)"
-        print(f"ragkv {number}")
+        print(f"ragkv {__version__}")
         raise typer.Exit
 
 

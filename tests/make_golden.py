@@ -1,0 +1,105 @@
+"""Build the golden archives of the current format version: ``python -m tests.make_golden``.
+
+The tiny model is stored beside them, so that reading a golden archive never depends on how random weights are drawn or
+a tokenizer is trained. Existing golden archives are refused, not replaced: they guard what older releases wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+
+from ragkv import Archive, ArchiveCache, LoadedModel, PromptLayout, Recipe, attach, build_archive
+from ragkv.manifest import FORMAT_VERSION
+from tests.dense import dense_answer, stock_copy
+from tests.tiny import TEXT, tiny_model, tiny_tokenizer
+
+FOLDER = Path(__file__).resolve().parent.parent / "indexes" / "golden"
+MODEL = FOLDER / f"v{FORMAT_VERSION}-model"
+EXPECTED = FOLDER / f"v{FORMAT_VERSION}-expected.json"
+ARCHIVES = {f"v{FORMAT_VERSION}": torch.float32, f"v{FORMAT_VERSION}-bfloat16": torch.bfloat16}
+
+DOCUMENT = TEXT
+QUESTION = "Who kept the book of ships?"
+RECIPE = Recipe(tokens_per_cluster=4, window_tokens=16, sink_tokens=4)
+EVERYTHING, FEW = 1 << 20, 16
+N_NEW = 12
+N_LOGITS = 8
+
+
+def load_golden_model(dtype: torch.dtype = torch.float32) -> LoadedModel:
+    """The stored tiny model under the name that its archives record; its weights are exact in bfloat16."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype, local_files_only=True, use_safetensors=True).eval()
+    tokenizer = AutoTokenizer.from_pretrained(MODEL, local_files_only=True)
+    return LoadedModel(model=attach(model), tokenizer=tokenizer, name="golden")
+
+
+@torch.no_grad()
+def first_logits(archive: Archive, budget: int) -> list[float]:
+    """The first few logits of the token that follows the question."""
+    logits = archive.model.model(**archive.questions([QUESTION]), cache=ArchiveCache(archive, budget=budget)).logits
+    return logits[0, -1, :N_LOGITS].tolist()
+
+
+def greedy_tokens(archive: Archive) -> list[int]:
+    """A greedy answer with every cluster recalled."""
+    inputs = archive.questions([QUESTION])
+    out = archive.model.model.generate(
+        **inputs,
+        cache=ArchiveCache(archive, budget=EVERYTHING),
+        max_new_tokens=N_NEW,
+        min_new_tokens=N_NEW,
+        do_sample=False,
+    )
+    return out[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+def dense_tokens(archive: Archive) -> list[int]:
+    """The same answer by the model's own attention over all token ids."""
+    ids = archive.tokens.ids.tolist() + archive.questions([QUESTION])["input_ids"][0].tolist()
+    return dense_answer(stock_copy(archive.model.model), ids, N_NEW)
+
+
+def main() -> None:
+    standing = [path.name for path in (MODEL, EXPECTED, *(FOLDER / name for name in ARCHIVES)) if path.exists()]
+    if standing:
+        sys.exit(f"{', '.join(standing)} stand in {FOLDER.name} already; raise FORMAT_VERSION, or delete them yourself")
+    try:
+        _make()
+    except BaseException:
+        for name in (MODEL.name, *ARCHIVES):
+            shutil.rmtree(FOLDER / name, ignore_errors=True)
+        raise
+
+
+def _make() -> None:
+    tiny_model("llama").to(torch.bfloat16).save_pretrained(MODEL)
+    tiny_tokenizer().save_pretrained(MODEL)
+    reader = load_golden_model()
+    expected: dict[str, object] = {"question": QUESTION}
+    for name, dtype in ARCHIVES.items():
+        build_archive(
+            load_golden_model(dtype),
+            DOCUMENT,
+            FOLDER / name,
+            recipe=RECIPE,
+            layout=PromptLayout.plain(),
+            document_name="ferry",
+        )
+        archive = Archive.open(FOLDER / name, reader)
+        expected[name] = {
+            "logits_everything": first_logits(archive, EVERYTHING),
+            "logits_few": first_logits(archive, FEW),
+            "greedy_tokens": greedy_tokens(archive),
+        }
+    EXPECTED.write_text(json.dumps(expected, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

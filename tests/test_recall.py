@@ -1,0 +1,324 @@
+"""Recall attention against a slow reference in float64 that shares no arithmetic with it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import ragkv.cache
+import ragkv.recall
+from ragkv import Archive, ArchiveCache, LoadedModel, PromptLayout, Recipe, attach, build_archive
+from ragkv.archive import ArchivedLayer, RecallTables
+from ragkv.attention import AttentionCall
+from ragkv.recall import Choice, choose_clusters, gather_rows, recall_attention
+from ragkv.rows import Rows, read_rows
+from tests.archives import DOCUMENT, EVERYTHING, QUESTIONS, SMALL, archive_of
+from tests.tiny import tiny_model, tiny_tokenizer
+
+Vector = np.ndarray
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One call of recall attention that a model made, and what came back."""
+
+    call: AttentionCall
+    layer: ArchivedLayer
+    output: torch.Tensor
+
+
+def record(archive: Archive, budget: int, monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
+    """Every call of one prefill of a left-padded batch and of one further token."""
+    recorded: list[Recorded] = []
+
+    def spy(call: AttentionCall, layer: ArchivedLayer, budget: int, observer: None = None) -> torch.Tensor:
+        output = recall_attention(call, layer, budget, observer)
+        recorded.append(Recorded(call, layer, output))
+        return output
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ragkv.cache, "recall_attention", spy)
+        archive.model.model.generate(
+            **archive.questions(QUESTIONS),
+            cache=ArchiveCache(archive, budget=budget),
+            max_new_tokens=2,
+            min_new_tokens=2,
+            do_sample=False,
+        )
+    return recorded
+
+
+class Reference:
+    """One layer read back from its file: clusters as lists of tokens, everything in float64."""
+
+    def __init__(self, archive: Archive, index: int) -> None:
+        entry = archive.manifest.layers[index]
+        dtype = getattr(torch, archive.manifest.fingerprint.dtype)
+        rows = read_rows(archive.path / entry.rows_file, entry.key_dim, dtype, exact_only=False)
+        keys, values = rows.keys.double().numpy(), rows.values.double().numpy()
+        heads, labels = rows.kv_head.numpy(), rows.cluster.numpy()
+        self.exact = [(keys[(heads == h) & (labels < 0)], values[(heads == h) & (labels < 0)]) for h in range(2)]
+        self.clusters: list[list[tuple[Vector, Vector]]] = [[], []]
+        for head in range(2):
+            for label in range(labels[heads == head].max() + 1):
+                here = (heads == head) & (labels == label)
+                self.clusters[head].append((keys[here], values[here]))
+        self.estimate()
+
+    def estimate(self) -> None:
+        self.centroids = [np.stack([keys.mean(0) for keys, _ in clusters]) for clusters in self.clusters]
+        self.means = [np.stack([values.mean(0) for _, values in clusters]) for clusters in self.clusters]
+        self.log_sizes = [np.log([len(keys) for keys, _ in clusters]) for clusters in self.clusters]
+
+    def attend(self, call: AttentionCall, budget: int) -> Vector:
+        """(batch, n_query_heads, every third row and the last, value_dim)."""
+        batch, n_query_heads, n_rows, _ = call.query.shape
+        group, rows = n_query_heads // 2, some_rows(n_rows)
+        out = np.zeros((batch, n_query_heads, len(rows), call.value.shape[-1]))
+        for sequence in range(batch):
+            for place, row in enumerate(rows):
+                for head in range(2):
+                    own = slice(head * group, (head + 1) * group)
+                    out[sequence, own, place] = self._attend_row(call, budget, sequence, row, head)
+        return out
+
+    def _attend_row(self, call: AttentionCall, budget: int, sequence: int, row: int, head: int) -> Vector:
+        group = call.query.shape[1] // 2
+        queries = call.query[sequence, head * group : (head + 1) * group, row].double().numpy()
+        visible = slice(None) if call.mask is None else call.mask[sequence % call.mask.shape[0], 0, row].numpy()
+        local_keys = call.key[sequence, head].double().numpy()[visible]
+        local_values = call.value[sequence, head].double().numpy()[visible]
+        exact_keys, exact_values = self.exact[head]
+        clusters = self.clusters[head]
+
+        def logits(keys: Vector, query: Vector) -> Vector:
+            raw = keys @ query * call.scaling
+            return raw if call.softcap is None else call.softcap * np.tanh(raw / call.softcap)
+
+        def sink(g: int) -> list[Vector]:
+            return [] if call.sinks is None else [call.sinks[head * group + g].detach().double().numpy().reshape(1)]
+
+        centroids, means, log_sizes = self.centroids[head], self.means[head], self.log_sizes[head]
+        mass = np.zeros(len(clusters))
+        for g, query in enumerate(queries):
+            estimated = logits(centroids, query) + log_sizes
+            rest = [logits(exact_keys, query), logits(local_keys, query), *sink(g)]
+            mass += softmax(np.concatenate([estimated, *rest]))[: len(clusters)]
+        recalled: list[int] = []
+        left = sorted(range(len(clusters)), key=lambda c: mass[c])
+        while left and sum(len(clusters[c][0]) for c in recalled) < budget:
+            recalled.append(left.pop())
+        keys = np.concatenate([clusters[c][0] for c in recalled] + [exact_keys, local_keys])
+        values = np.concatenate([means[left]] + [clusters[c][1] for c in recalled] + [exact_values, local_values])
+        attended = []
+        for g, query in enumerate(queries):
+            pseudo = logits(centroids[left], query) + log_sizes[left]
+            weights = softmax(np.concatenate([pseudo, logits(keys, query), *sink(g)]))
+            attended.append(weights[: len(values)] @ values)
+        return np.stack(attended)
+
+
+def some_rows(n_rows: int) -> list[int]:
+    return sorted({*range(0, n_rows, 3), n_rows - 1})
+
+
+def softmax(logits: Vector) -> Vector:
+    weights = np.exp(logits - logits.max())
+    return weights / weights.sum()
+
+
+def uneven_archive(folder: Path, dtype: torch.dtype = torch.float32) -> Archive:
+    """KV head 1 of layers 0 and 1 has only zero keys: one cluster of a whole segment, head 0 has small ones."""
+    model = tiny_model("llama")
+    for index in (0, 1):
+        model.model.layers[index].self_attn.k_proj.weight.data[16:] = 0
+    subject = LoadedModel(model=attach(model.to(dtype)), tokenizer=tiny_tokenizer(), name="uneven")
+    recipe = Recipe(tokens_per_cluster=4, window_tokens=16, segment_tokens=100)
+    build_archive(subject, DOCUMENT[:1000], folder, recipe=recipe, layout=PromptLayout.plain())
+    return Archive.open(folder, subject)
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2", "gpt_oss", "qwen2"])
+def archive(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Archive:
+    folder = tmp_path_factory.mktemp("archives") / "archive"
+    return archive_of(folder, model=request.param, document=DOCUMENT[:1100], recipe=SMALL)
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> Archive:
+    return uneven_archive(tmp_path_factory.mktemp("uneven") / "archive")
+
+
+def assert_equals_reference(archive: Archive, recorded: list[Recorded], budget: int) -> None:
+    assert {done.layer.index for done in recorded} == {e.index for e in archive.manifest.layers if e.clusters}
+    for done in recorded:
+        expected = torch.from_numpy(Reference(archive, done.layer.index).attend(done.call, budget))
+        found = done.output[:, :, some_rows(done.output.shape[2])]
+        torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+# The reference
+
+
+@pytest.mark.parametrize("budget", [1, 30, 250])
+def test_a_partial_budget_equals_the_reference(
+    archive: Archive, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_equals_reference(archive, record(archive, budget, monkeypatch), budget)
+
+
+@pytest.mark.parametrize("budget", [1, 60])
+def test_heads_with_different_cluster_counts_equal_the_reference(
+    uneven: Archive, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert {len(set(entry.clusters)) for entry in uneven.manifest.layers[:2]} == {2}
+    assert_equals_reference(uneven, record(uneven, budget, monkeypatch), budget)
+
+
+def test_everything_recalled_is_softmax_attention_over_all_tokens(
+    archive: Archive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for done in record(archive, EVERYTHING, monkeypatch):
+        reference = Reference(archive, done.layer.index)
+        for head, clusters in enumerate(reference.clusters):
+            tokens = [(keys[i : i + 1], values[i : i + 1]) for keys, values in clusters for i in range(len(keys))]
+            reference.clusters[head] = tokens  # one token each: nothing is estimated, whatever the budget
+        reference.estimate()
+        expected = torch.from_numpy(reference.attend(done.call, 1))
+        found = done.output[:, :, some_rows(done.output.shape[2])]
+        torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+# Blocks of rows
+
+
+@pytest.mark.parametrize("block_floats", [1, 100_000])
+def test_a_question_in_several_blocks_equals_one_block(
+    archive: Archive, block_floats: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = record(archive, 40, monkeypatch)
+    monkeypatch.setattr(ragkv.recall, "_BLOCK_FLOATS", block_floats)
+    for done in recorded:
+        counter = BlockCounter()
+        again = recall_attention(done.call, done.layer, 40, counter)
+        assert done.output.shape[2] == 1 or counter.blocks > 1
+        torch.testing.assert_close(again, done.output, atol=2e-5, rtol=0)
+
+
+class BlockCounter:
+    """Counts how many blocks of rows a call was cut into."""
+
+    def __init__(self) -> None:
+        self.blocks = 0
+
+    def on_recall(self, layer: ArchivedLayer, choice: Choice, unrecalled_mass: torch.Tensor) -> None:
+        self.blocks += 1
+
+
+# Numbers that must stay numbers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_of_different_width_never_give_nan(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = uneven_archive(tmp_path / "archive", dtype)
+    for budget in (1, 3, 50):
+        for done in record(archive, budget, monkeypatch):
+            assert torch.isfinite(done.output).all()
+
+
+def test_the_estimate_of_a_cluster_never_exceeds_its_true_mass(tmp_path: Path) -> None:
+    archive = archive_of(tmp_path / "archive", document=DOCUMENT[:1100])
+    draw = np.random.default_rng(0)
+    for layer in archive.layers:
+        assert layer.bias is not None
+        held, bias = layer.keys.double().numpy(), layer.bias.double().numpy()
+        queries = draw.normal(scale=3.0, size=(20, held.shape[-1]))
+        for head, clusters in enumerate(Reference(archive, layer.index).clusters):
+            for label, (keys, _) in enumerate(clusters):
+                estimated = queries @ held[head, label] + bias[head, label]
+                true = np.logaddexp.reduce(queries @ keys.T, axis=1)
+                assert (estimated <= true + 1e-5).all()
+
+
+# Choosing clusters
+
+
+def test_whole_clusters_are_taken_in_descending_order_until_the_budget_is_reached() -> None:
+    mass = torch.tensor([[[0.1, 0.4, 0.2, 0.3]], [[0.4, 0.3, 0.2, 0.1]]])
+    sizes = torch.tensor([[5, 2, 4, 3], [6, 1, 1, 1]])
+    choice = choose_clusters(mass, sizes, budget=6)
+    # Head 0: 1 (2 tokens), 3 (2 + 3 = 5), 2 (9 >= 6). Head 1: cluster 0 alone has the 6 tokens.
+    assert choice.hit_ids().tolist() == [[[1, 3, 2, -1]], [[0, -1, -1, -1]]]
+    assert choice.tokens.tolist() == [[9], [6]]
+
+
+def test_budget_one_recalls_exactly_the_heaviest_cluster() -> None:
+    mass = torch.tensor([[[0.2, 0.5, 0.3], [0.7, 0.1, 0.2]]])
+    choice = choose_clusters(mass, torch.tensor([[4, 2, 1]]), budget=1)
+    assert choice.hit_ids().tolist() == [[[1], [0]]]
+    assert choice.tokens.tolist() == [[2, 4]]
+
+
+def test_a_budget_above_all_tokens_recalls_every_cluster_once() -> None:
+    choice = choose_clusters(torch.rand(2, 3, 5), torch.full((2, 5), 3), budget=EVERYTHING)
+    assert choice.hit_ids().sort(-1).values.tolist() == [[[0, 1, 2, 3, 4]] * 3] * 2
+    assert choice.tokens.tolist() == [[15] * 3] * 2
+
+
+@pytest.mark.parametrize("budget", [1, 2, 4])
+def test_clusters_that_a_head_does_not_have_are_no_candidates(budget: int) -> None:
+    """Where float32 leaves no mass to any prototype, a head must still recall real tokens."""
+    sizes = torch.tensor([[0, 0, 0, 2, 2], [1, 1, 1, 1, 1]])
+    choice = choose_clusters(torch.zeros(2, 1, 5), sizes, budget)
+    assert bool((choice.tokens >= budget).all())
+
+
+# Fetching rows
+
+
+def stored_rows(archive: Archive, index: int) -> Rows:
+    entry = archive.manifest.layers[index]
+    dtype = getattr(torch, archive.manifest.fingerprint.dtype)
+    return read_rows(archive.path / entry.rows_file, entry.key_dim, dtype, exact_only=False)
+
+
+def table_of(archive: Archive, index: int) -> RecallTables:
+    table = archive.layers[index].recall
+    assert table is not None
+    return table
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gathered_rows_are_the_stored_rows_of_the_chosen_clusters_bit_for_bit(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    archive = uneven_archive(tmp_path / "archive", dtype)
+    table, rows = table_of(archive, 1), stored_rows(archive, 1)
+    mass = torch.rand(2, 4, table.n_clusters, generator=torch.Generator().manual_seed(0))
+    choice = choose_clusters(mass.masked_fill(table.sizes.unsqueeze(1) == 0, 0), table.sizes, budget=25)
+    read, real = gather_rows(table, choice)
+    assert read.dtype == dtype
+    both = torch.cat([rows.keys, rows.values], dim=1)
+    for head in range(2):
+        for row in range(4):
+            kept = [c for c in choice.hit_ids()[head, row].tolist() if c >= 0]
+            expected = torch.cat([both[(rows.kv_head == head) & (rows.cluster == c)] for c in kept])
+            assert int(real[head, row].sum()) == len(expected) >= 25
+            found = read[head, row, : len(expected)]
+            assert torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+
+
+def test_the_bias_is_the_logarithm_of_the_cluster_size(uneven: Archive) -> None:
+    layer, table = uneven.layers[0], table_of(uneven, 0)
+    assert layer.bias is not None
+    for head, sizes in enumerate(table.sizes.tolist()):
+        expected = [math.log(size) if size else -math.inf for size in sizes]
+        assert layer.bias[head, : len(sizes)].tolist() == pytest.approx(expected, abs=1e-6)
+    assert not layer.bias[:, table.n_clusters :].any()
