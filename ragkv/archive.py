@@ -234,10 +234,12 @@ def _recall_tables(
     groups = row_groups(rows_path, row_bytes)
     flat = sizes.reshape(-1)
     first_row = flat.cumsum(0) - flat  # archived rows lie head by head, cluster by cluster
-    if int(flat.sum()) != sum(groups.n_rows):
-        raise ArchiveCorruptError(f"{entry.rows_file}: cluster sizes and rows disagree")
+    used = torch.arange(sizes.shape[1]) < torch.tensor(entry.clusters).unsqueeze(1)
     starts = torch.tensor(groups.first_row)
     group = torch.searchsorted(starts, first_row, right=True) - 1  # row group of each cluster
+    inside = first_row + flat <= (starts + torch.tensor(groups.n_rows))[group]
+    if int(flat.sum()) != sum(groups.n_rows) or bool((sizes[used] < 1).any()) or not bool(inside.all()):
+        raise ArchiveCorruptError(f"{entry.rows_file}: cluster sizes and rows disagree")
     address = torch.tensor(groups.first_byte)[group] + (first_row - starts[group]) * row_bytes
     return RecallTables(
         sizes=sizes.to(device),

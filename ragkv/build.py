@@ -85,6 +85,7 @@ def build_archive(
     NonFiniteError
         If the model computed a NaN or infinite key or value.
     """
+    publish.check_place(Path(path).resolve())
     recipe = recipe or Recipe()
     layout = layout or model.layout
     tokens = tokenize_prompt(model.tokenizer, layout, document)
@@ -148,7 +149,7 @@ def write_archive(
             layout=layout,
             prefix_seam_differs=tokens.prefix_seam_differs,
             question_seam_differs=tokens.question_seam_differs,
-            document_name=document_name,
+            document_name=document_name.encode("utf-8", "replace").decode(),
             document_sha256=document_sha256(document),
             recipe=recipe,
             clusters_asked=asked,

@@ -47,7 +47,11 @@ class ArchiveCache(Cache):
             raise ConfigError(f"budget is {budget!r}; give a whole number of tokens of at least 1")
         archive.require_attached()
         self.archive = archive
-        super().__init__(layers=[ArchiveCacheLayer(archive, layer, budget, observer) for layer in archive.layers])
+        layers: list[ArchiveCacheLayer] = []
+        for layer in archive.layers:
+            before = layers[-1] if layers else None
+            layers.append(ArchiveCacheLayer(archive, layer, budget, observer, before=before))
+        super().__init__(layers=layers)
 
     @property
     def local_bytes(self) -> int:
@@ -58,20 +62,30 @@ class ArchiveCache(Cache):
 class ArchiveCacheLayer(DynamicLayer):
     """Local keys and values of one layer, tied to its archived layer for the attention that follows each update."""
 
-    def __init__(self, archive: Archive, layer: ArchivedLayer, budget: int, observer: Observer | None) -> None:
+    def __init__(
+        self,
+        archive: Archive,
+        layer: ArchivedLayer,
+        budget: int,
+        observer: Observer | None,
+        *,
+        before: ArchiveCacheLayer | None,
+    ) -> None:
         super().__init__()
         self._archive, self._layer, self._budget, self._observer = archive, layer, budget, observer
-        self._shape = model_shape(archive.model.model.config)
+        self._shape, self._before = model_shape(archive.model.model.config), before
+        full = [other.index for other in archive.layers if other.window is None]
+        self._checks_positions = layer.index == (full[0] if full else 0)  # a full layer's mask shows every local token
         self._attended = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append local keys and values; the returned keys carry the archive to the attention function."""
-        if not self._attended:
+        if not self._attended or (self._before is not None and not self._before._attended):
             raise ConfigError(
-                "the model's attention ignored the archive of the last step; load the model with ragkv.load_model, "
-                "or call ragkv.attach(model), and do not compile it"
+                "the model's attention ignored the archive; load the model with ragkv.load_model, or call "
+                "ragkv.attach(model), and do not compile it"
             )
         self._attended = False
         keys, values = super().update(key_states, value_states, *args, **kwargs)
@@ -81,26 +95,28 @@ class ArchiveCacheLayer(DynamicLayer):
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Attention of one call over archive and local keys; invoked by the registered attention function."""
         self._attended = True
-        if self._layer.index == 0 and call.key.shape[2] == call.query.shape[2]:
+        if self._checks_positions:
             self._check_positions(call)
         if self._layer.window is None:
             return recall_attention(call, self._layer, self._budget, self._observer)
         return dense_attention(self._with_window(call, self._layer.window))
 
     def _check_positions(self, call: AttentionCall) -> None:
-        """The first call must start where the archive ends: elsewhere the answer would be fluent and wrong."""
+        """Local tokens must stand right behind the archive: elsewhere the answer would be fluent and wrong."""
         if call.positions is None:
             raise ConfigError(_NO_POSITIONS)
-        last = call.positions[:, -1]
-        n_seen = torch.ones_like(last) if call.mask is None else call.mask[:, 0, -1].sum(-1)
-        expected = self._archive.n_tokens + n_seen - 1  # counted from the real tokens inside the window
-        right = last == expected
-        if self._layer.window is not None:
-            right |= (n_seen == self._layer.window) & (last > expected)
+        n_local, window = call.key.shape[2], self._layer.window
+        n_seen = call.positions.new_full((1, 1), n_local) if call.mask is None else call.mask[:, 0].sum(-1)
+        expected = self._archive.n_tokens + n_seen - 1  # (batch or 1, n_rows)
+        right = (call.positions == expected) | (n_seen == 0)  # padding sees nothing
+        if window is not None:
+            right |= (n_seen == window) & (call.positions > expected)
         if not bool(right.all()):
+            row, token = (~right).nonzero()[0].tolist()
+            found, wanted = (each.expand_as(right)[row, token].item() for each in (call.positions, expected))
             raise ConfigError(
-                f"the last question token has position {last.tolist()}, with this archive it must be "
-                f"{expected.tolist()}; pass position_ids from Archive.questions to generate"
+                f"question token {token} has position {found}, with this archive it must be {wanted}; "
+                "pass position_ids from Archive.questions to generate"
             )
 
     def _with_window(self, call: AttentionCall, window: int) -> AttentionCall:

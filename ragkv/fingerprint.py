@@ -15,14 +15,33 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ragkv.architecture import model_shape
 from ragkv.errors import ModelMismatchError
 
-_VOLATILE_CONFIG = (
-    "_name_or_path",
-    "_attn_implementation",
-    "transformers_version",
-    "dtype",
-    "torch_dtype",
-    "use_cache",
+_CONFIG_FIELDS = (
+    "attention_bias",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "head_dim",
+    "hidden_act",
+    "hidden_activation",
+    "hidden_size",
+    "intermediate_size",
+    "layer_types",
+    "model_type",
+    "num_attention_heads",
+    "num_experts_per_tok",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "num_local_experts",
+    "partial_rotary_factor",
+    "query_pre_attn_scalar",
+    "rms_norm_eps",
+    "sliding_window",
+    "swiglu_limit",
+    "use_bidirectional_attention",
 )
+"""What the weights do not say and the keys and values depend on. A fixed list: the configuration of another release of
+transformers may carry further fields, and that must not orphan an archive. RoPE is compared by itself."""
+
+_PROBE = " The 3 quick-brown foxes'll jump_over\t\nthe caf\u00e9, \u6d77 \U0001f98a; x=f(12.5)  {}\r\n"
 _HASH_THREADS = 4
 
 
@@ -90,16 +109,14 @@ def weights_sha256(model: PreTrainedModel, dtype: torch.dtype) -> str:
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of a fast tokenizer's vocabulary and rules; padding and truncation settings do not count."""
-    rules = json.loads(tokenizer.backend_tokenizer.to_str())
-    rules.pop("padding", None)
-    rules.pop("truncation", None)
-    return _json_sha256(rules)
+    """SHA-256 of a tokenizer's vocabulary and of how it cuts a probe text; padding and truncation do not count."""
+    probe = tokenizer(_PROBE, add_special_tokens=False, padding=False, truncation=False)["input_ids"]
+    return _json_sha256([sorted(tokenizer.get_vocab().items()), list(probe)])
 
 
 def _config_sha256(model: PreTrainedModel) -> str:
-    config = model.config.get_text_config(decoder=True).to_dict()
-    return _json_sha256({key: value for key, value in config.items() if key not in _VOLATILE_CONFIG})
+    config = model.config.get_text_config(decoder=True)
+    return _json_sha256({name: value for name in _CONFIG_FIELDS if (value := getattr(config, name, None)) is not None})
 
 
 def _json_sha256(value: object) -> str:

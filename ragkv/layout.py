@@ -6,6 +6,7 @@ computed. Text that comes from a document or a question is data: a literal speci
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from ragkv.errors import ConfigError
 DOCUMENT_SLOT = "{document}"
 QUESTION_SLOT = "{question}"
 _SEAM_CHARS = 256
+_ONE_CALL = threading.Lock()  # a tokenizer call sets whether special tokens are split, on the tokenizer itself
 
 PLAIN_PREFIX = "Read the document, then answer the question about it.\n\n"
 PLAIN_QUESTION = "\n\nQuestion: {question}\nShort answer:"
@@ -101,7 +103,9 @@ def tokenize_prompt(tokenizer: PreTrainedTokenizerBase, layout: PromptLayout, do
     """
     if not tokenizer.is_fast:
         raise ConfigError(f"{type(tokenizer).__name__} gives no character offsets; load its fast version")
-    encoded = tokenizer(document, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True)
+    _require_text("document", document)
+    with _ONE_CALL:
+        encoded = tokenizer(document, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True)
     if not encoded["input_ids"]:
         raise ConfigError("the document is empty: it has no tokens; give some text")
     head, tail = document[:_SEAM_CHARS], document[-_SEAM_CHARS:]
@@ -122,8 +126,10 @@ def question_ids(tokenizer: PreTrainedTokenizerBase, layout: PromptLayout, quest
     """
     if not question.strip():
         raise ConfigError("the question is empty; ask something")
+    _require_text("question", question)
     before, _, after = layout.question.partition(QUESTION_SLOT)
-    specials = [token for token in tokenizer.all_special_tokens if token]
+    unnamed = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]  # as in Phi-3 and GLM
+    specials = [token for token in (*tokenizer.all_special_tokens, *unnamed) if token]
     cut = max((before.rfind(token) + len(token) for token in specials if token in before), default=0)
     end = min((after.find(token) for token in specials if token in after), default=len(after))
     ids = _template_ids(tokenizer, before[:cut])
@@ -141,11 +147,29 @@ def _prefix_ids(tokenizer: PreTrainedTokenizerBase, prefix: str) -> list[int]:
 
 
 def _template_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+    return _ids(tokenizer, text, split_special_tokens=False)
 
 
 def _data_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]) if text else []
+    return _ids(tokenizer, text, split_special_tokens=True)
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str, *, split_special_tokens: bool) -> list[int]:
+    if not text:
+        return []
+    with _ONE_CALL:
+        encoded = tokenizer(text, add_special_tokens=False, split_special_tokens=split_special_tokens)
+    return list(encoded["input_ids"])
+
+
+def _require_text(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"the {name} is not valid text: character {error.start} is half a surrogate pair "
+            f"({text[error.start]!a}); decode it as UTF-8"
+        ) from error
 
 
 def _seam_differs(tokenizer: PreTrainedTokenizerBase, left: str, right: str) -> bool:

@@ -233,8 +233,8 @@ def _check_kinds(manifest: Manifest) -> None:
     for path, entry in manifest.files.items():
         texts[f"files[{path}].sha256"], numbers[f"files[{path}].bytes"] = entry.sha256, entry.bytes
     for name, value in numbers.items():
-        if type(value) is not int or value < 0:
-            raise ValueError(f"{name} is {value!r}, not a whole number of at least 0")
+        if type(value) is not int or not 0 <= value < 1 << 63:
+            raise ValueError(f"{name} is {value!r}, not a whole number from 0 to 2^63 - 1")
     for name, value in texts.items():
         if not isinstance(value, str):
             raise TypeError(f"{name} is {value!r}, not text")

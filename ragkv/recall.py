@@ -40,9 +40,14 @@ class Choice:
 
 
 class Observer(Protocol):
-    """Receives what one block of rows recalled in one layer; None in its place costs nothing."""
+    """Receives what one block of rows recalled in one layer; None in its place costs nothing.
 
-    def on_recall(self, layer: ArchivedLayer, choice: Choice, unrecalled_mass: torch.Tensor) -> None: ...
+    `begins` is true for the first block of a call.
+    """
+
+    def on_recall(
+        self, layer: ArchivedLayer, choice: Choice, unrecalled_mass: torch.Tensor, *, begins: bool
+    ) -> None: ...
 
 
 def recall_attention(
@@ -127,7 +132,7 @@ def _attend_rows(
         attended += weights[..., -recalled.shape[2] :] @ recalled[..., table.key_dim :]
         if observer is not None:
             estimated = weights[..., : table.n_clusters].sum(-1)
-            observer.on_recall(layer, choice, estimated.mean(2))
+            observer.on_recall(layer, choice, estimated.mean(2), begins=rows.start == 0)
     return view.unpack(attended)
 
 

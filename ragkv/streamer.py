@@ -30,7 +30,7 @@ class AnswerStreamer(BaseStreamer):
     ) -> None:
         self._tokenizer, self._cache, self._stop, self._on_text = tokenizer, cache, stop, on_text
         self._prompt_seen = False
-        self._shown = ""
+        self._shown = self._settled = ""
         self.text = ""
         self.stopped = False
         self.prefilled_tokens = 0
@@ -48,10 +48,10 @@ class AnswerStreamer(BaseStreamer):
         self.token_ids += value.reshape(-1).tolist()
         self._read()
         if not self.text.endswith(_INCOMPLETE):
-            self._show()
+            self._show(self._settled)
 
     def end(self) -> None:
-        self._show()
+        self._show(self.text)
 
     def _read(self) -> None:
         """Set the text: whitespace at the ends is dropped, and so is all from the first stop string on."""
@@ -59,11 +59,13 @@ class AnswerStreamer(BaseStreamer):
         cuts = [place for stop in self._stop if (place := text.find(stop)) >= 0]
         self.stopped = bool(cuts)
         self.text = (text[: min(cuts)] if cuts else text).rstrip()
+        begun = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        self._settled = self.text if cuts else text[: len(text) - max(begun, default=0)].rstrip()
 
-    def _show(self) -> None:
-        if self._on_text is not None and self.text.startswith(self._shown) and len(self.text) > len(self._shown):
-            self._on_text(self.text[len(self._shown) :])
-            self._shown = self.text
+    def _show(self, text: str) -> None:
+        if self._on_text is not None and text.startswith(self._shown) and len(text) > len(self._shown):
+            self._on_text(text[len(self._shown) :])
+            self._shown = text
 
 
 class StopAtText(StoppingCriteria):

@@ -49,14 +49,14 @@ class RecallTrace:
     _entries: int = 0
     _last_layer: int = 1 << 30
 
-    def on_recall(self, layer: ArchivedLayer, choice: Choice, unrecalled_mass: torch.Tensor) -> None:
+    def on_recall(self, layer: ArchivedLayer, choice: Choice, unrecalled_mass: torch.Tensor, *, begins: bool) -> None:
         """Record one block of rows of one layer (called by the attention function)."""
         table = layer.recall
         if table is None:
             return
         tokens = choice.tokens
         fetched = int(tokens.sum()) * table.row_bytes
-        if layer.index < self._last_layer:
+        if layer.index < self._last_layer or (begins and layer.index == self._last_layer):
             self.n_steps += 1
             if self.keep_steps:
                 self.steps.append([])

@@ -166,9 +166,7 @@ def assert_equals_reference(archive: Archive, recorded: list[Recorded], budget: 
 
 
 @pytest.mark.parametrize("budget", [1, 30, 250])
-def test_a_partial_budget_equals_the_reference(
-    archive: Archive, budget: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_partial_budget_equals_the_reference(archive: Archive, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_equals_reference(archive, record(archive, budget, monkeypatch), budget)
 
 
@@ -216,7 +214,8 @@ class BlockCounter:
     def __init__(self) -> None:
         self.blocks = 0
 
-    def on_recall(self, layer: ArchivedLayer, choice: Choice, unrecalled_mass: torch.Tensor) -> None:
+    def on_recall(self, layer: ArchivedLayer, choice: Choice, unrecalled_mass: torch.Tensor, *, begins: bool) -> None:
+        assert begins == (self.blocks == 0)
         self.blocks += 1
 
 

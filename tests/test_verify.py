@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,12 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from ragkv import Archive, LoadedModel, PromptLayout, RagkvError, attach, build_archive, rows
-from ragkv.cli.app import main
-from ragkv.describe import describe_archive
+from ragkv import Archive, LoadedModel, PromptLayout, RagkvError, Recipe, attach, build_archive, rows
 from ragkv.errors import ArchiveCorruptError, ArchiveNotFoundError
 from ragkv.faiss_io import read_centroids, write_centroids
-from ragkv.manifest import FileEntry, LayerEntry, read_manifest
+from ragkv.manifest import LayerEntry, read_manifest
 from ragkv.rows import Rows
 from ragkv.verify import verify_archive
 from tests.archives import SMALL, archive_of, loaded
@@ -41,6 +37,11 @@ def folder(built: Path, tmp_path: Path) -> Path:
 
 def files_of(folder: Path) -> list[Path]:
     return [found for found in sorted(folder.rglob("*")) if found.is_file()]
+
+
+def one_of_each(folder: Path) -> list[Path]:
+    """Manifest, token table and the three files of one layer."""
+    return [found for found in files_of(folder) if not found.name.startswith(("000.", "002."))]
 
 
 def entry_of(folder: Path) -> LayerEntry:
@@ -75,7 +76,7 @@ def test_many_row_groups_are_sound(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("tokens_per_cluster", [1, 1000])
 def test_extreme_cluster_counts_are_sound(tokens_per_cluster: int, tmp_path: Path) -> None:
-    recipe = type(SMALL)(tokens_per_cluster=tokens_per_cluster, window_tokens=16, sink_tokens=4)
+    recipe = Recipe(tokens_per_cluster=tokens_per_cluster, window_tokens=16, sink_tokens=4)
     assert verify_archive(archive_of(tmp_path / "a", document=TEXT, recipe=recipe).path) == []
 
 
@@ -96,7 +97,7 @@ def assert_refused(folder: Path, model: LoadedModel, damaged: Path) -> None:
 
 
 def test_a_flipped_bit_anywhere_is_refused_and_reported(folder: Path) -> None:
-    for damaged in files_of(folder):
+    for damaged in one_of_each(folder):
         whole = damaged.read_bytes()
         for at in {*range(0, len(whole), max(1, len(whole) // 8)), len(whole) - 1}:
             damaged.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
@@ -106,7 +107,7 @@ def test_a_flipped_bit_anywhere_is_refused_and_reported(folder: Path) -> None:
 
 
 def test_a_file_cut_short_is_refused_and_reported(folder: Path) -> None:
-    for damaged in files_of(folder):
+    for damaged in one_of_each(folder):
         whole = damaged.read_bytes()
         for length in (0, len(whole) // 8, len(whole) // 2, len(whole) - 1):
             damaged.write_bytes(whole[:length])
@@ -164,7 +165,8 @@ def test_rewriting_without_a_change_stays_sound(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        (swap("position", 0, 40), "not in order of cluster and then of position|is not the mean"),
+        (swap("keys", 0, -1), "the centroid is not the mean"),
+        (swap("cluster", 0, 100), "not in order of cluster and then of position"),
         (assign("archived", "position", 25, row=3), "kv_head 0 does not hold every position"),
         (assign("archived", "cluster", 999), "beyond the clusters"),
         (assign("archived", "cluster", -1), "beyond the clusters"),
@@ -184,7 +186,7 @@ def test_a_wrong_row_is_reported(change: Callable[[Rows, Rows], None], fault: st
     faults = verify_archive(folder)
     assert any("layers/001." in line for line in faults)
     assert not any("layers/000." in line or "layers/002." in line for line in faults)
-    assert any(part in line for line in faults for part in fault.split("|"))
+    assert any(fault in line for line in faults)
 
 
 def first_pair(folder: Path) -> int:
@@ -333,92 +335,3 @@ def test_a_file_of_another_kind_of_table_is_reported(folder: Path) -> None:
     assert fault.startswith("layer 0: cannot be read (000.rows.parquet has columns [('token_id', 'int32')")
     with pytest.raises(ArchiveCorruptError):
         Archive.open(folder, loaded("llama"))
-
-
-# --- the commands
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run ``ragkv`` in this process; gives exit code, stdout and stderr."""
-
-    def call(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["ragkv", *map(str, args)])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        captured = capsys.readouterr()
-        return caught.value.code, captured.out, captured.err
-
-    return call
-
-
-def test_verify_prints_that_an_archive_is_sound(run: Callable, built: Path) -> None:
-    assert run("verify", built) == (0, f"{built}: sound\n", "")
-
-
-def test_verify_prints_one_line_per_fault(run: Callable, folder: Path, built: Path) -> None:
-    (folder / "extra").touch()
-    assert run("verify", folder, built) == (1, f"{folder}: extra: not in the manifest\n{built}: sound\n", "")
-
-
-def test_verify_writes_one_json_object(run: Callable, folder: Path, built: Path) -> None:
-    (folder / "extra").touch()
-    code, out, err = run("verify", folder, built, "--json")
-    assert (code, err) == (1, "")
-    assert json.loads(out) == {
-        "sound": False,
-        "archives": [
-            {"path": str(folder), "sound": False, "faults": ["extra: not in the manifest"]},
-            {"path": str(built), "sound": True, "faults": []},
-        ],
-    }
-
-
-def test_verify_goes_on_after_a_folder_without_an_archive(run: Callable, tmp_path: Path, built: Path) -> None:
-    code, out, err = run("verify", tmp_path / "nothing", built)
-    assert (code, out) == (2, f"{built}: sound\n")
-    assert err.startswith("error: no archive in ")
-
-
-def test_inspect_shows_document_layers_and_bytes(run: Callable, built: Path) -> None:
-    code, out, err = run("inspect", built)
-    assert (code, err) == (0, "")
-    assert "tiny-llama (llama, float32)" in out
-    assert "disk over dense" in out
-    assert sum("global" in line and " / " in line for line in out.splitlines()) == 3
-
-
-def test_inspect_writes_what_describe_archive_gives(run: Callable, built: Path) -> None:
-    code, out, err = run("inspect", built, "--json")
-    assert (code, err) == (0, "")
-    assert json.loads(out) == describe_archive(built)
-
-
-def test_inspect_of_nothing_is_one_line(run: Callable, tmp_path: Path) -> None:
-    code, out, err = run("inspect", tmp_path / "nothing")
-    assert (code, out, err.count("\n")) == (2, "", 1)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_described_bytes_are_those_of_the_open_archive(name: str, tmp_path: Path) -> None:
-    archive = archive_of(tmp_path / "a", model=name, document=TEXT)
-    described = describe_archive(archive.path)
-    assert described["dense_bytes"] == archive.dense_bytes
-    assert described["bytes"]["total"] == archive.disk_bytes
-    assert described["bytes"]["total"] == sum(entry.bytes for entry in archive.manifest.files.values())
-
-
-def test_described_clusters_are_those_of_the_manifest(built: Path) -> None:
-    manifest, layer = read_manifest(built), describe_archive(built)["layers"][1]
-    counts = manifest.layers[1].clusters
-    assert layer["clusters"] == {"min": min(counts), "mean": sum(counts) / len(counts), "max": max(counts)}
-    assert layer["cluster_size"]["min"] >= 1
-    assert layer["kind"] == "global"
-
-
-def test_the_manifest_names_exactly_the_files_there_are(built: Path) -> None:
-    manifest = read_manifest(built)
-    found = {path.relative_to(built).as_posix(): path for path in files_of(built)}
-    del found["manifest.json"]
-    assert manifest.files.keys() == found.keys()
-    assert all(isinstance(entry, FileEntry) and entry.bytes == found[name].stat().st_size for name, entry in manifest.files.items())
