@@ -51,7 +51,7 @@ class ArchiveCache(Cache):
         for layer in archive.layers:
             before = layers[-1] if layers else None
             layers.append(ArchiveCacheLayer(archive, layer, budget, observer, before=before))
-        super().__init__(layers=layers)
+        super().__init__(layers=list(layers))
 
     @property
     def local_bytes(self) -> int:

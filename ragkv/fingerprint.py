@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ragkv.architecture import model_shape
 from ragkv.errors import ModelMismatchError
+from ragkv.layout import data_ids
 
 _CONFIG_FIELDS = (
     "attention_bias",
@@ -110,8 +111,7 @@ def weights_sha256(model: PreTrainedModel, dtype: torch.dtype) -> str:
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
     """SHA-256 of a tokenizer's vocabulary and of how it cuts a probe text; padding and truncation do not count."""
-    probe = tokenizer(_PROBE, add_special_tokens=False, padding=False, truncation=False)["input_ids"]
-    return _json_sha256([sorted(tokenizer.get_vocab().items()), list(probe)])
+    return _json_sha256([sorted(tokenizer.get_vocab().items()), data_ids(tokenizer, _PROBE)])
 
 
 def _config_sha256(model: PreTrainedModel) -> str:

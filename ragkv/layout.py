@@ -133,14 +133,15 @@ def question_ids(tokenizer: PreTrainedTokenizerBase, layout: PromptLayout, quest
     cut = max((before.rfind(token) + len(token) for token in specials if token in before), default=0)
     end = min((after.find(token) for token in specials if token in after), default=len(after))
     ids = _template_ids(tokenizer, before[:cut])
-    ids += _data_ids(tokenizer, before[cut:] + question + after[:end])
+    ids += data_ids(tokenizer, before[cut:] + question + after[:end])
     return ids + _template_ids(tokenizer, after[end:])
 
 
 def _prefix_ids(tokenizer: PreTrainedTokenizerBase, prefix: str) -> list[int]:
     ids = _template_ids(tokenizer, prefix)
     bos = tokenizer.bos_token_id
-    adds_bos = bos is not None and list(tokenizer("a")["input_ids"])[:1] == [bos]
+    with _ONE_CALL:
+        adds_bos = bos is not None and list(tokenizer("a")["input_ids"])[:1] == [bos]
     while bos is not None and ids[:2] == [bos, bos]:
         ids = ids[1:]
     return [bos, *ids] if adds_bos and ids[:1] != [bos] else ids
@@ -150,7 +151,8 @@ def _template_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return _ids(tokenizer, text, split_special_tokens=False)
 
 
-def _data_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def data_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of `text` as data: literal special tokens are cut up like any other text."""
     return _ids(tokenizer, text, split_special_tokens=True)
 
 
@@ -174,5 +176,5 @@ def _require_text(name: str, text: str) -> None:
 
 def _seam_differs(tokenizer: PreTrainedTokenizerBase, left: str, right: str) -> bool:
     """Whether tokenising two texts together gives other ids than tokenising them apart."""
-    apart = _data_ids(tokenizer, left) + _data_ids(tokenizer, right)
-    return _data_ids(tokenizer, left + right) != apart
+    apart = data_ids(tokenizer, left) + data_ids(tokenizer, right)
+    return data_ids(tokenizer, left + right) != apart

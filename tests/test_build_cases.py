@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -146,7 +147,7 @@ def test_the_manifest_records_the_clusters_asked_and_built(repeated: Archive) ->
 
 def segment_lengths(n_tokens: int, n_segments: int) -> list[int]:
     cuts = [round(i * n_tokens / n_segments) for i in range(n_segments + 1)]
-    return [stop - start for start, stop in zip(cuts[:-1], cuts[1:], strict=True)]
+    return [stop - start for start, stop in pairwise(cuts)]
 
 
 def test_repeated_words_are_stored_once_each_and_answer_as_dense(repeated: Archive) -> None:

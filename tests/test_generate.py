@@ -1,4 +1,4 @@
-"""Stock `generate` over an archive: greedy, sampled, beams, batches, threads, streams; and the text that is streamed."""
+"""Stock `generate` over an archive: sampled, beams, batches, threads, streams; and the text that is shown."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import AddedToken
+from tokenizers import AddedToken, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -108,7 +108,13 @@ def test_one_changed_weight_is_refused(llama: Path) -> None:
 
 def test_a_tokenizer_with_one_more_token_is_refused(llama: Path) -> None:
     tokenizer = tiny_tokenizer()
-    tokenizer.add_tokens([AddedToken("lighthouse")])
+    tokenizer.add_tokens([AddedToken("<lighthouse-keeper>")])
+    assert_refused(llama, LoadedModel(loaded("llama").model, tokenizer, "tiny-llama"), "tokenizer_sha256")
+
+
+def test_a_tokenizer_that_cuts_text_differently_is_refused(llama: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     assert_refused(llama, LoadedModel(loaded("llama").model, tokenizer, "tiny-llama"), "tokenizer_sha256")
 
 

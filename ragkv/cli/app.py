@@ -27,10 +27,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("ledger")(ledger)
-app.command("inspect")(inspect)
-app.command("verify")(verify)
 app.command("build")(build)
 app.command("ask")(ask)
+app.command("inspect")(inspect)
+app.command("verify")(verify)
 app.command("bench")(bench)
 
 
