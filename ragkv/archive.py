@@ -13,7 +13,7 @@ import torch
 
 from ragkv.architecture import check_length, model_shape
 from ragkv.attention import is_attached
-from ragkv.errors import ArchiveCorruptError, ArchiveNotFoundError, ConfigError
+from ragkv.errors import ArchiveCorruptError, ArchiveNotFoundError, ConfigError, NonFiniteError
 from ragkv.fingerprint import require_match
 from ragkv.layout import question_ids
 from ragkv.manifest import LayerEntry, Manifest, read_manifest
@@ -215,11 +215,16 @@ def _load_layer(path: Path, entry: LayerEntry, stored: torch.dtype, model: Loade
             recall = _recall_tables(path, entry, prototypes.sizes, stored, device)
     except (pa.ArrowException, OSError, RuntimeError, KeyError) as error:
         raise ArchiveCorruptError(f"{str(path)!r}: layer {entry.index} cannot be read ({error})") from error
+    keys, values = keys.to(device, dtype), values.to(device, dtype)
+    if dtype != stored and not bool(torch.isfinite(keys).all() & torch.isfinite(values).all()):
+        raise NonFiniteError(
+            f"{str(path)!r}: layer {entry.index} does not fit {dtype} ({stored} archived); load the model in {stored}"
+        )
     return ArchivedLayer(
         index=entry.index,
         window=entry.window,
-        keys=keys.to(device, dtype),
-        values=values.to(device, dtype),
+        keys=keys,
+        values=values,
         bias=bias,
         exact_positions=exact.position.reshape(shape)[0].to(device),
         recall=recall,

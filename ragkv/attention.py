@@ -32,10 +32,11 @@ class AttentionCall:
 
     ``query`` (batch, n_query_heads, n_rows, head_dim); ``key`` and ``value`` (batch, n_kv_heads, n_local, head_dim);
     ``mask`` boolean (batch or 1, 1, n_rows, n_local), None only for one row that sees all of them;
-    ``positions`` (batch, n_rows) or None; ``sinks`` (n_query_heads,) logits or None.
+    ``positions`` (batch, n_rows) or None; ``sinks`` (n_query_heads,) logits or None; ``config`` the configuration object
+    of the calling model.
     """
 
-    __slots__ = ("key", "mask", "positions", "query", "scaling", "sinks", "softcap", "value")
+    __slots__ = ("config", "key", "mask", "positions", "query", "scaling", "sinks", "softcap", "value")
 
     def __init__(
         self,
@@ -48,11 +49,12 @@ class AttentionCall:
         positions: torch.Tensor | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        config: object | None = None,
     ) -> None:
         self.query, self.key, self.value = query, key, value
         self.mask = causal_mask(query, key) if mask is None and query.shape[2] > 1 else mask
         self.scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        self.positions, self.softcap, self.sinks = positions, softcap, sinks
+        self.positions, self.softcap, self.sinks, self.config = positions, softcap, sinks, config
 
 
 def attach(model: PreTrainedModel) -> PreTrainedModel:
@@ -111,7 +113,15 @@ def _attention_forward(
         stock.pop("sliding_window", None)
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **stock)
     call = AttentionCall(
-        query, key, value, mask=attention_mask, scaling=scaling, positions=position_ids, softcap=softcap, sinks=s_aux
+        query,
+        key,
+        value,
+        mask=attention_mask,
+        scaling=scaling,
+        positions=position_ids,
+        softcap=softcap,
+        sinks=s_aux,
+        config=getattr(module, "config", None),
     )
     attended = dense_attention(call) if archived is None else archived.attend(call)
     return attended.transpose(1, 2).contiguous(), None

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer
 from ragkv.architecture import check_length, model_shape
 from ragkv.archive import Archive, ArchivedLayer
 from ragkv.attention import AttentionCall, dense_attention, tag
-from ragkv.errors import ConfigError
+from ragkv.errors import ConfigError, ModelMismatchError
 from ragkv.kv import kv_nbytes
 from ragkv.recall import Observer, recall_attention
 
@@ -96,10 +96,19 @@ class ArchiveCacheLayer(DynamicLayer):
         """Attention of one call over archive and local keys; invoked by the registered attention function."""
         self._attended = True
         if self._checks_positions:
+            self._check_model(call)
             self._check_positions(call)
         if self._layer.window is None:
             return recall_attention(call, self._layer, self._budget, self._observer)
         return dense_attention(self._with_window(call, self._layer.window))
+
+    def _check_model(self, call: AttentionCall) -> None:
+        """An archive is checked against the model it is opened for; another one, even of the same shape, is not it."""
+        if call.config is not self._archive.model.model.config.get_text_config(decoder=True):
+            raise ModelMismatchError(
+                "the cache belongs to an archive that was opened for another model object; open the archive for the "
+                "model that generates"
+            )
 
     def _check_positions(self, call: AttentionCall) -> None:
         """Local tokens must stand right behind the archive: elsewhere the answer would be fluent and wrong."""

@@ -42,7 +42,7 @@ _CONFIG_FIELDS = (
 """What the weights do not say and the keys and values depend on. A fixed list: the configuration of another release of
 transformers may carry further fields, and that must not orphan an archive. RoPE is compared by itself."""
 
-_PROBE = " The 3 quick-brown foxes'll jump_over\t\nthe caf\u00e9, \u6d77 \U0001f98a; x=f(12.5)  {}\r\n"
+_PROBES = ("The", " The 3 quick-brown foxes'll jump_over\t\nthe caf\u00e9, \u6d77 \U0001f98a; x=f(12.5)  {}\r\n")
 _HASH_THREADS = 4
 
 
@@ -110,13 +110,16 @@ def weights_sha256(model: PreTrainedModel, dtype: torch.dtype) -> str:
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of a tokenizer's vocabulary and of how it cuts a probe text; padding and truncation do not count."""
-    return _json_sha256([sorted(tokenizer.get_vocab().items()), data_ids(tokenizer, _PROBE)])
+    """SHA-256 of a tokenizer's vocabulary and of how it cuts two probe texts; padding and truncation do not count."""
+    return _json_sha256([sorted(tokenizer.get_vocab().items()), *(data_ids(tokenizer, probe) for probe in _PROBES)])
 
 
 def _config_sha256(model: PreTrainedModel) -> str:
     config = model.config.get_text_config(decoder=True)
-    return _json_sha256({name: value for name in _CONFIG_FIELDS if (value := getattr(config, name, None)) is not None})
+    fields = {name: value for name in _CONFIG_FIELDS if (value := getattr(config, name, None)) is not None}
+    if model_shape(config).static_positions is not None:  # a length-dependent RoPE also scales by the context length
+        fields["max_position_embeddings"] = config.max_position_embeddings
+    return _json_sha256(fields)
 
 
 def _json_sha256(value: object) -> str:

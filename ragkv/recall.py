@@ -3,7 +3,7 @@
 Every row (one query token of one sequence) chooses its own clusters per KV head, by the softmax mass that the query
 heads of the group put on the prototypes. A cluster that is not recalled takes part as one pseudo-token with the
 centroid as key, the mean value as value and the additive logit log(size). By Jensen's inequality that is a
-lower bound of its true mass; with every cluster recalled the result is dense attention.
+lower bound of its true mass (without a softcap); with every cluster recalled the result is dense attention.
 """
 
 from __future__ import annotations

@@ -8,7 +8,9 @@ from pathlib import Path
 from ragkv import Archive, LoadedModel, PromptLayout, Recipe, attach, build_archive
 from tests.tiny import TEXT, tiny_model, tiny_tokenizer
 
-DOCUMENT = TEXT + "".join(f"On day {day} the tide rose {day * 7 % 31} feet and {day * 3} boats came in.\n" for day in range(40))
+DOCUMENT = TEXT + "".join(
+    f"On day {day} the tide rose {day * 7 % 31} feet and {day * 3} boats came in.\n" for day in range(40)
+)
 QUESTIONS = ("Who?", "Who kept the book of ships?", "How many cranes were bought from a yard in the north in 1874?")
 EVERYTHING = 1 << 20
 """A budget above any document here: every cluster is recalled."""

@@ -48,9 +48,7 @@ def test_logits_equal_dense_attention(case: Case) -> None:
 
 def test_twenty_greedy_tokens_equal_dense(case: Case) -> None:
     inputs = case.archive.questions([QUESTIONS[1]])
-    out = case.model.generate(
-        **inputs, cache=case.cache(), max_new_tokens=20, min_new_tokens=20, do_sample=False
-    )
+    out = case.model.generate(**inputs, cache=case.cache(), max_new_tokens=20, min_new_tokens=20, do_sample=False)
     answer = out[0, inputs["input_ids"].shape[1] :].tolist()
     assert answer == dense_answer(case.stock, case.context + case.question(QUESTIONS[1]), 20)
 
@@ -59,9 +57,9 @@ def test_twenty_greedy_tokens_equal_dense(case: Case) -> None:
 def test_left_padded_batch_equals_each_question_alone(case: Case) -> None:
     inputs = case.archive.questions(QUESTIONS)
     logits = case.model(**inputs, cache=case.cache()).logits
-    answers = case.model.generate(
-        **inputs, cache=case.cache(), max_new_tokens=20, min_new_tokens=20, do_sample=False
-    )[:, inputs["input_ids"].shape[1] :]
+    answers = case.model.generate(**inputs, cache=case.cache(), max_new_tokens=20, min_new_tokens=20, do_sample=False)[
+        :, inputs["input_ids"].shape[1] :
+    ]
     for row, text in enumerate(QUESTIONS):
         ids = case.question(text)
         alone = dense_logits(case.stock, case.context + ids, len(ids))

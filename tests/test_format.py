@@ -338,13 +338,13 @@ def test_the_hash_of_the_weights_is_as_documented() -> None:
     assert weights_sha256(model, torch.float16) == total.hexdigest()
 
 
-def test_the_hash_of_the_tokenizer_is_as_documented(tmp_path: Path) -> None:
+def test_the_hash_of_the_tokenizer_is_as_documented() -> None:
     tokenizer = loaded("llama").tokenizer
-    tokenizer.save_pretrained(tmp_path)
-    rules = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
-    for name in ("padding", "truncation"):
-        rules.pop(name)
-    assert tokenizer_sha256(tokenizer) == hashlib.sha256(canonical(rules).encode()).hexdigest()
+    page = (Path(__file__).resolve().parent.parent / "indexes" / "FORMAT.md").read_text(encoding="utf-8")
+    probes = json.loads(page.split("The probe texts, as JSON:\n\n```json\n")[1].split("\n```")[0])
+    cuts = [tokenizer.backend_tokenizer.encode(probe, add_special_tokens=False).ids for probe in probes]
+    hashed = canonical([[list(entry) for entry in sorted(tokenizer.get_vocab().items())], *cuts])
+    assert tokenizer_sha256(tokenizer) == hashlib.sha256(hashed.encode()).hexdigest()
 
 
 def test_offsets_cut_the_document_into_its_tokens(built: Path) -> None:
