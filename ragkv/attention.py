@@ -32,8 +32,8 @@ class AttentionCall:
 
     ``query`` (batch, n_query_heads, n_rows, head_dim); ``key`` and ``value`` (batch, n_kv_heads, n_local, head_dim);
     ``mask`` boolean (batch or 1, 1, n_rows, n_local), None only for one row that sees all of them;
-    ``positions`` (batch, n_rows) or None; ``sinks`` (n_query_heads,) logits or None; ``config`` the configuration object
-    of the calling model.
+    ``positions`` (batch, n_rows) or None; ``sinks`` (n_query_heads,) logits or None; ``config`` that of the
+    calling model, the object itself.
     """
 
     __slots__ = ("config", "key", "mask", "positions", "query", "scaling", "sinks", "softcap", "value")

@@ -136,11 +136,11 @@ def test_bench_prints_the_promised_ratios(workplace: Path) -> None:
     )
     assert code == 0, fault
     runs = json.loads(shown)["runs"]
-    assert [entry["tokens"] for entry in runs] == [400, 600]
-    for entry in runs:
-        assert set(entry["ratios"]) == RATIOS
-        assert entry["fidelity"]["kl"] >= 0
-        assert 0 <= entry["fidelity"]["top1"] <= 1
+    assert [row["tokens"] for row in runs] == [400, 600]
+    for row in runs:
+        assert set(row["ratios"]) == RATIOS
+        assert row["fidelity"]["kl"] >= 0
+        assert 0 <= row["fidelity"]["top1"] <= 1
 
 
 @pytest.mark.parametrize(

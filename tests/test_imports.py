@@ -1,4 +1,4 @@
-"""Data flows one way: the arrows between modules are the ones written here, and heavy imports stay where they belong."""
+"""Data flows one way, files stay short, and heavy imports stay where they belong."""
 
 from __future__ import annotations
 
