@@ -50,7 +50,8 @@ class RecallTables:
 
     ``sizes`` and ``address`` (n_kv_heads, n_clusters) int64: the tokens of a cluster and the byte of its first row in
     ``payload``, the mapped layer file (n_bytes,) uint8 on the host. A row is ``key_dim`` and then ``value_dim`` numbers
-    of ``payload_dtype``. ``largest`` is the size of the largest cluster, ``n_tokens`` the archived tokens of a head.
+    of ``payload_dtype``. ``largest`` is the size of the largest cluster, ``n_tokens`` the archived tokens of a head;
+    ``padded`` says that some head has fewer clusters than others, its last sizes being 0.
     """
 
     sizes: torch.Tensor
@@ -61,6 +62,7 @@ class RecallTables:
     value_dim: int
     largest: int
     n_tokens: int
+    padded: bool
 
     @property
     def n_clusters(self) -> int:
@@ -255,4 +257,5 @@ def _recall_tables(
         value_dim=entry.value_dim,
         largest=int(flat.max()),
         n_tokens=int(sizes.sum(1).max()),
+        padded=not bool(used.all()),
     )

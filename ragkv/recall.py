@@ -70,13 +70,14 @@ def recall_attention(
     return torch.cat(parts, dim=2)
 
 
-def choose_clusters(mass: torch.Tensor, sizes: torch.Tensor, budget: int) -> Choice:
+def choose_clusters(mass: torch.Tensor, sizes: torch.Tensor, budget: int, *, padded: bool = True) -> Choice:
     """Take whole clusters in descending order of `mass` until `budget` tokens are reached.
 
-    `mass` (n_kv_heads, n_rows, n_clusters), `sizes` (n_kv_heads, n_clusters).
+    `mass` (n_kv_heads, n_rows, n_clusters), `sizes` (n_kv_heads, n_clusters); `padded` says that some sizes are 0.
     """
-    ranked = mass.masked_fill(sizes.unsqueeze(1) == 0, -1)  # behind real clusters whose mass underflowed to 0
-    clusters = ranked.topk(min(mass.shape[-1], budget), dim=-1).indices
+    if padded:  # behind real clusters whose mass underflowed to 0
+        mass = mass.masked_fill(sizes.unsqueeze(1) == 0, -1)
+    clusters = mass.topk(min(mass.shape[-1], budget), dim=-1).indices
     held = sizes.unsqueeze(1).expand(-1, mass.shape[1], -1).gather(2, clusters)
     ends = held.cumsum(-1)
     begins = ends - held
@@ -117,7 +118,7 @@ def _attend_rows(
     table, recalled = layer.recall, None
     if table is not None:
         mass = logits.softmax(-1)[..., : table.n_clusters].sum(2)
-        choice = choose_clusters(mass, table.sizes, budget)
+        choice = choose_clusters(mass, table.sizes, budget, padded=table.padded)
         rows_read, real = gather_rows(table, choice)
         recalled = rows_read.float()
         near = cap(view.query @ recalled[..., : table.key_dim].transpose(-1, -2), call.softcap)
