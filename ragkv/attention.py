@@ -137,23 +137,20 @@ def dense_attention(call: AttentionCall) -> torch.Tensor:
     n_kv_heads, n_local = call.key.shape[1], call.key.shape[2]
     group = n_query_heads // n_kv_heads
     block = max(1, _SCORE_FLOATS // max(1, batch * n_query_heads * n_local))
-    keys, values = call.key.float().transpose(2, 3).unsqueeze(2), call.value.float().unsqueeze(2)
+    keys, values = call.key.float().transpose(2, 3), call.value.float()
+    lowest = torch.finfo(torch.float32).min  # not -inf: padding that sees nothing must not become NaN
     out = call.query.new_empty(batch, n_query_heads, n_rows, call.value.shape[-1])
     for start in range(0, n_rows, block):
         rows = slice(start, min(start + block, n_rows))
-        query = call.query[:, :, rows].float().reshape(batch, n_kv_heads, group, -1, call.query.shape[-1])
-        logits = cap(query @ keys * call.scaling, call.softcap)  # (batch, n_kv_heads, group, rows, n_local)
+        query = call.query[:, :, rows].float().reshape(batch, n_kv_heads, -1, call.query.shape[-1])
+        logits = cap(query @ keys * call.scaling, call.softcap).view(batch, n_kv_heads, group, -1, n_local)
         if call.mask is not None:
-            logits = logits.masked_fill(~call.mask[:, :, rows].unsqueeze(1), -torch.inf)
-        peak = logits.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
+            logits = logits.masked_fill_(~call.mask[:, :, rows].unsqueeze(1), lowest)
         if call.sinks is not None:
-            sinks = call.sinks.float().reshape(1, n_kv_heads, group, 1, 1)
-            peak = torch.maximum(peak, sinks)
-        weights = (logits - peak).exp_()
-        total = weights.sum(-1, keepdim=True)
-        if call.sinks is not None:
-            total = total + (sinks - peak).exp()
-        attended = (weights @ values) / total.clamp_min(torch.finfo(torch.float32).tiny)
+            sinks = call.sinks.float().reshape(1, n_kv_heads, group, 1, 1).expand(batch, -1, -1, logits.shape[3], -1)
+            logits = torch.cat([logits, sinks], dim=-1)
+        weights = logits.softmax(-1)[..., :n_local].flatten(2, 3)
+        attended = weights @ values
         out[:, :, rows] = attended.reshape(batch, n_query_heads, -1, attended.shape[-1]).to(out.dtype)
     return out
 

@@ -22,7 +22,7 @@ from ragkv.errors import ConfigError
 from ragkv.fidelity import Fidelity, measure_fidelity
 from ragkv.layout import PromptLayout, question_ids, tokenize_prompt
 from ragkv.models import LoadedModel
-from ragkv.prefill import captured_layers, prefill_cache
+from ragkv.prefill import prefill_cache
 from ragkv.recipe import Recipe
 from ragkv.timing import Times, interleaved, memory_peak, timed
 from ragkv.trace import RecallTrace
@@ -91,7 +91,7 @@ def bench(model: LoadedModel, n_tokens: int, options: BenchOptions, *, on_progre
             model,
             document,
             tokens,
-            captured_layers(dense),
+            dense,
             Path(folder) / "archive",
             recipe=options.recipe,
             layout=layout,

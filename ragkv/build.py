@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers import DynamicCache
 
 from ragkv import publish
 from ragkv.architecture import model_shape
@@ -20,7 +21,8 @@ from ragkv.kmeans import cluster_keys, group_sizes, group_sums
 from ragkv.layout import PromptLayout, PromptTokens, tokenize_prompt
 from ragkv.manifest import LayerEntry, Manifest, read_manifest
 from ragkv.models import LoadedModel
-from ragkv.prefill import CapturedLayer, check_document_length, prefill
+from ragkv.prefill import CapturedLayer, captured_layers, check_document_length, prefill_cache
+from ragkv.probes import probe_ids, query_moments
 from ragkv.recipe import Recipe
 from ragkv.rows import EXACT, Rows, write_rows
 from ragkv.tables import write_prototypes, write_tokens
@@ -96,13 +98,13 @@ def build_archive(
         return None if on_progress is None else lambda done, total: on_progress(stage, done, total)
 
     started = time.perf_counter()
-    captured = prefill(model.model, prompt_ids, on_progress=report("prefill"))
+    cache = prefill_cache(model.model, prompt_ids, on_progress=report("prefill"))
     prefill_s = time.perf_counter() - started
     build = write_archive(
         model,
         document,
         tokens,
-        captured,
+        cache,
         path,
         recipe=recipe,
         layout=layout,
@@ -117,7 +119,7 @@ def write_archive(
     model: LoadedModel,
     document: str,
     tokens: PromptTokens,
-    captured: Sequence[CapturedLayer],
+    cache: DynamicCache,
     path: str | Path,
     *,
     recipe: Recipe,
@@ -125,18 +127,22 @@ def write_archive(
     document_name: str = "",
     on_progress: Callable[[int, int], None] | None = None,
 ) -> BuildResult:
-    """The part of `build_archive` after the prefill: cluster, encode and write what `captured` holds.
+    """The part of `build_archive` after the prefill: cluster, encode and write what `cache` holds (it is not changed).
 
     `on_progress` is called with (layers done, layers in all).
     """
     started = time.perf_counter()
+    captured = captured_layers(cache)
+    moments = query_moments(model.model, cache, probe_ids(model.tokenizer, layout, tokens.document_ids))
     span, shape = document_span(tokens, recipe), model_shape(model.model.config)
     with publish.staging(Path(path)) as folder:
         (folder / "layers").mkdir()
         entries, asked = [], 0
         for index, layer in enumerate(captured):
             window = shape.layers[index].window
-            entry, asked_here = _write_layer(folder, index, layer, window=window, span=span, recipe=recipe)
+            entry, asked_here = _write_layer(
+                folder, index, layer, window=window, span=span, recipe=recipe, query_moment=moments.get(index)
+            )
             entries.append(entry)
             asked = max(asked, asked_here)
             if on_progress is not None:
@@ -195,7 +201,14 @@ def document_span(tokens: PromptTokens, recipe: Recipe) -> Span:
 
 
 def _write_layer(
-    folder: Path, index: int, layer: CapturedLayer, *, window: int | None, span: Span, recipe: Recipe
+    folder: Path,
+    index: int,
+    layer: CapturedLayer,
+    *,
+    window: int | None,
+    span: Span,
+    recipe: Recipe,
+    query_moment: torch.Tensor | None,
 ) -> tuple[LayerEntry, int]:
     """Write the files of one layer; returns its manifest entry and the clusters asked for."""
     n_kv_heads, n_tokens, key_dim = layer.keys.shape
@@ -213,12 +226,13 @@ def _write_layer(
         write_rows(rows_path, exact_rows(layer, slice(0, n_tokens)), None, [])
         return entry, 0
     keys, values = layer.keys[:, span.head : span.tail], layer.values[:, span.head : span.tail]
-    clusters = cluster_keys(keys, recipe)
+    clusters = cluster_keys(keys, recipe, values=values, query_moment=query_moment)
     n_clusters = int(clusters.n_clusters.max())
     sizes = group_sizes(clusters.labels, n_clusters)  # (n_kv_heads, n_clusters)
     counts = sizes.unsqueeze(-1).clamp_min(1)
     centroids = (group_sums(keys, clusters.labels, n_clusters) / counts).to(keys.dtype)
     means = (group_sums(values, clusters.labels, n_clusters) / counts).to(values.dtype)
+    variance = logit_variance(keys, clusters.labels, centroids, query_moment)
     order = clusters.labels.argsort(dim=1, stable=True)  # cluster order, positions ascending inside a cluster
     heads = torch.arange(n_kv_heads, device=order.device).unsqueeze(1).expand_as(order)
     per_head = clusters.n_clusters.tolist()
@@ -232,10 +246,36 @@ def _write_layer(
     exact = exact_rows(layer, slice(0, span.head), slice(span.tail, span.end))
     write_rows(rows_path, exact, archived, [row[:n] for row, n in zip(sizes.tolist(), per_head, strict=True)])
     used = torch.arange(n_clusters, device=sizes.device) < clusters.n_clusters.unsqueeze(1)
-    write_prototypes(folder / entry.prototypes_file, used, sizes, means)
+    spread = value_spread(values, clusters.labels, n_clusters)
+    write_prototypes(folder / entry.prototypes_file, used, sizes, variance, spread, means)
     write_centroids(folder / entry.centroids_file, centroids[used])
     entry = LayerEntry(**{**entry.__dict__, "clusters": tuple(per_head)})
     return entry, clusters.asked
+
+
+def logit_variance(
+    keys: torch.Tensor, labels: torch.Tensor, centroids: torch.Tensor, query_moment: torch.Tensor | None
+) -> torch.Tensor:
+    """Mean squared change of a typical query's logit when a key is replaced by its centroid, per cluster.
+
+    Shapes as in `_write_layer`; (n_kv_heads, n_clusters) float32, zero without a query moment.
+    """
+    n_kv_heads, n_clusters, _ = centroids.shape
+    if query_moment is None:
+        return torch.zeros(n_kv_heads, n_clusters, device=keys.device)
+    heads = torch.arange(n_kv_heads, device=keys.device).unsqueeze(1)
+    off = keys.float() - centroids[heads, labels].float()
+    squared = ((off @ query_moment) * off).sum(-1, keepdim=True).clamp_min(0)
+    return (group_sums(squared, labels, n_clusters) / group_sizes(labels, n_clusters).unsqueeze(-1).clamp_min(1))[
+        ..., 0
+    ]
+
+
+def value_spread(values: torch.Tensor, labels: torch.Tensor, n_clusters: int) -> torch.Tensor:
+    """Mean squared distance of a cluster's values from the mean value of its head: (n_kv_heads, n_clusters) float32."""
+    off = values.float() - values.float().mean(dim=1, keepdim=True)
+    sums = group_sums(off.square().sum(-1, keepdim=True), labels, n_clusters)
+    return (sums / group_sizes(labels, n_clusters).unsqueeze(-1).clamp_min(1))[..., 0]
 
 
 def exact_rows(layer: CapturedLayer, *parts: slice) -> Rows:

@@ -21,7 +21,13 @@ log = logging.getLogger(__name__)
 FAISS_CLUSTERS = 16_384
 """Clusters in one segment above which ``clusterer="auto"`` hands over to FAISS."""
 
-_SCORE_FLOATS = 1 << 20  # scores held at once: stays in the last-level cache, measured twice as fast as one big product
+PLAIN_SHARE = 0.1
+"""Share of plain L2 in the metric, in units of the mean query energy per dimension; measured best of 0.03, 0.1, 0.3."""
+
+VALUE_SHARE = 0.1
+"""Spread of the values, as a share of that of the keys, in the distances."""
+
+_SCORE_FLOATS = 1 << 18  # scores held at once: they stay in the cache, measured 1.6x as fast as 1 << 20
 
 
 @dataclass(frozen=True)
@@ -37,8 +43,18 @@ class Clusters:
     asked: int
 
 
-def cluster_keys(keys: torch.Tensor, recipe: Recipe) -> Clusters:
+def cluster_keys(
+    keys: torch.Tensor,
+    recipe: Recipe,
+    *,
+    values: torch.Tensor | None = None,
+    query_moment: torch.Tensor | None = None,
+) -> Clusters:
     """Cluster the keys of one layer, every KV head on its own.
+
+    With the second moment of queries, distances are those that queries see: the expected squared change of a logit,
+    E[(q.(k - m))^2] = (k - m)^T E[q q^T] (k - m), blended with a tenth of the plain squared distance. With values, a
+    tenth of the spread to be explained is theirs: a cluster is estimated well if its values are alike, too.
 
     Parameters
     ----------
@@ -46,12 +62,20 @@ def cluster_keys(keys: torch.Tensor, recipe: Recipe) -> Clusters:
         (n_kv_heads, n_tokens, head_dim) of any floating dtype, after RoPE.
     recipe
         ``tokens_per_cluster``, ``segment_tokens``, ``kmeans_iterations``, ``clusterer`` and ``seed`` are used.
+    values
+        (n_kv_heads, n_tokens, value_dim), or None to group by keys alone.
+    query_moment
+        (n_kv_heads, head_dim, head_dim) float32, or None for plain L2.
     """
     n_kv_heads, n_tokens, _ = keys.shape
     labels = torch.empty(n_kv_heads, n_tokens, dtype=torch.int64, device=keys.device)
     asked = 0
+    metric = None if query_moment is None else _metric(query_moment)
     for start, stop in _segments(n_tokens, recipe.segment_tokens):
-        points = keys[:, start:stop].float()
+        points = _centred(keys[:, start:stop].float())
+        points = points if metric is None else points @ metric
+        if values is not None:
+            points = torch.cat([points, _scaled_to(points, _centred(values[:, start:stop].float()))], dim=2)
         n_clusters = -(-(stop - start) // recipe.tokens_per_cluster)
         labels[:, start:stop] = asked + _kmeans(points, n_clusters, recipe)
         asked += n_clusters
@@ -59,6 +83,28 @@ def cluster_keys(keys: torch.Tensor, recipe: Recipe) -> Clusters:
     if asked and int(effective.min()) < asked:
         log.debug("clusters: asked %d per head, effective %s", asked, effective.tolist())
     return Clusters(labels=labels, n_clusters=effective, asked=asked)
+
+
+def _centred(points: torch.Tensor) -> torch.Tensor:
+    """Points less their mean per head: biased keys (Qwen2) would cost the distances their precision."""
+    return points - points.mean(dim=1, keepdim=True)
+
+
+def _scaled_to(points: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Values scaled so that their spread is `VALUE_SHARE` of that of `points`, per head."""
+    spread, own = (each.square().sum(-1).mean(1) for each in (points, values))  # (n_heads,)
+    factor = (VALUE_SHARE * spread / own.clamp_min(torch.finfo(torch.float32).tiny)).sqrt()
+    return values * factor[:, None, None]
+
+
+def _metric(query_moment: torch.Tensor) -> torch.Tensor:
+    """Symmetric square root A of the blended moment: |A (k - m)|^2 is the distance that queries see."""
+    moment = query_moment.double()
+    size = moment.diagonal(dim1=1, dim2=2).mean(1).clamp_min(torch.finfo(torch.float32).tiny)
+    eye = torch.eye(moment.shape[1], dtype=moment.dtype, device=moment.device)
+    values, vectors = torch.linalg.eigh(moment + PLAIN_SHARE * size[:, None, None] * eye)
+    root = (vectors * values.clamp_min(0).sqrt().unsqueeze(1)) @ vectors.transpose(1, 2)
+    return (root / size.sqrt()[:, None, None]).float()
 
 
 def group_sums(points: torch.Tensor, labels: torch.Tensor, n_groups: int) -> torch.Tensor:
@@ -92,7 +138,6 @@ def _segments(n_tokens: int, segment_tokens: int) -> list[tuple[int, int]]:
 def _kmeans(points: torch.Tensor, n_clusters: int, recipe: Recipe) -> torch.Tensor:
     """Label `points` (n_heads, n, dim) float32 with `n_clusters` centroids per head: (n_heads, n) int64."""
     n_points = points.shape[1]
-    points = points - points.mean(dim=1, keepdim=True)  # biased keys (Qwen2) would cost the distances their precision
     spaced = (torch.arange(n_clusters, device=points.device) * n_points) // n_clusters + n_points // (2 * n_clusters)
     centroids = points[:, spaced]
     use_faiss = recipe.clusterer == "faiss" or (recipe.clusterer == "auto" and n_clusters > FAISS_CLUSTERS)

@@ -16,8 +16,8 @@ from ragkv.architecture import LayerShape
 from ragkv.errors import ConfigError, UnsupportedModelError
 from ragkv.recipe import Recipe
 
-# Per cluster and KV head: 8-byte address, 8-byte size, 4-byte log size.
-CLUSTER_TABLE_BYTES = 20
+# Per cluster and KV head: 8-byte address, 8-byte size, 4-byte bias, 4-byte priority.
+CLUSTER_TABLE_BYTES = 24
 # Per archived token and KV head: the token's position in the document.
 POSITION_BYTES = 4
 # Rule of thumb: below this share of total memory, shrinking the KV cache changes little.

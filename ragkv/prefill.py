@@ -28,29 +28,14 @@ class CapturedLayer:
     first_position: int
 
 
-def prefill(
-    model: PreTrainedModel,
-    token_ids: Sequence[int],
-    *,
-    chunk_tokens: int = CHUNK_TOKENS,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> tuple[CapturedLayer, ...]:
-    """Prefill `token_ids` in chunks with the model's own attention and return every layer's keys and values.
-
-    `on_progress` is called with (tokens done, tokens in all) after each chunk.
+def captured_layers(cache: DynamicCache) -> tuple[CapturedLayer, ...]:
+    """Take keys and values out of a prefilled cache (batch 1); nothing is copied.
 
     Raises
     ------
-    ConfigError
-        If there are no tokens, or more than the model's context holds.
     NonFiniteError
         If a key or value is NaN or infinite.
     """
-    return captured_layers(prefill_cache(model, token_ids, chunk_tokens=chunk_tokens, on_progress=on_progress))
-
-
-def captured_layers(cache: DynamicCache) -> tuple[CapturedLayer, ...]:
-    """Take keys and values out of a prefilled cache (batch 1), checked to be finite; nothing is copied."""
     n_tokens = cache.get_seq_length()
     captured: list[CapturedLayer] = []
     for index, (keys, values) in enumerate(layer_tensors(cache)):
@@ -68,7 +53,16 @@ def prefill_cache(
     chunk_tokens: int = CHUNK_TOKENS,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> DynamicCache:
-    """Prefill `token_ids` (batch 1) into the model's own dynamic cache: the dense baseline, and the build's input."""
+    """Prefill `token_ids` (batch 1) in chunks, with the model's own attention, into its own dynamic cache.
+
+    This is the dense baseline, and what an archive is built from. `on_progress` is called with (tokens done, tokens in
+    all) after each chunk.
+
+    Raises
+    ------
+    ConfigError
+        If there are no tokens, or more than the model's context holds.
+    """
     check_document_length(model, len(token_ids))
     ids = torch.tensor([list(token_ids)], dtype=torch.int64, device=model.device)
     cache = DynamicCache(config=model.config)

@@ -1,9 +1,9 @@
 """Attention over an archive: score prototypes, recall whole clusters, estimate the rest, all heads at once.
 
-Every row (one query token of one sequence) chooses its own clusters per KV head, by the softmax mass that the query
-heads of the group put on the prototypes. A cluster that is not recalled takes part as one pseudo-token with the
-centroid as key, the mean value as value and the additive logit log(size). By Jensen's inequality that is a
-lower bound of its true mass (without a softcap); with every cluster recalled the result is dense attention.
+Every row (one query token of one sequence) chooses its own clusters per KV head: by the softmax mass that the query
+heads of the group put on a prototype, times how badly the prototype stands in for its cluster. A cluster that is not
+recalled takes part as one pseudo-token with the centroid as key, the mean value as value, and log(size) plus a small
+correction for the spread of the cluster added to the logit. With every cluster recalled the result is dense attention.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _attend_rows(
     table, recalled = layer.recall, None
     if table is not None:
         mass = logits.softmax(-1)[..., : table.n_clusters].sum(2)
-        choice = choose_clusters(mass, table.sizes, budget, padded=table.padded)
+        choice = choose_clusters(mass.mul_(table.priority.unsqueeze(1)), table.sizes, budget, padded=table.padded)
         rows_read, real = gather_rows(table, choice)
         recalled = rows_read.float()
         near = cap(view.query @ recalled[..., : table.key_dim].transpose(-1, -2), call.softcap)

@@ -35,12 +35,16 @@ class Prototypes:
     """Prototypes of one layer, padded to the head with most clusters; padding has size 0.
 
     ``centroids`` (n_kv_heads, n_clusters, key_dim), ``mean_values`` (n_kv_heads, n_clusters, value_dim) in the
-    archive's dtype, ``sizes`` (n_kv_heads, n_clusters) int64.
+    archive's dtype, ``sizes`` (n_kv_heads, n_clusters) int64; both (n_kv_heads, n_clusters) float32:
+    ``logit_variance``, the mean squared change of a typical query's logit when a key is replaced by its centroid, and
+    ``value_spread``, the mean squared distance of the values from the mean value of the head.
     """
 
     centroids: torch.Tensor
     mean_values: torch.Tensor
     sizes: torch.Tensor
+    logit_variance: torch.Tensor
+    value_spread: torch.Tensor
 
 
 def write_tokens(folder: Path, tokens: PromptTokens) -> None:
@@ -61,16 +65,25 @@ def read_tokens(folder: Path, manifest: Manifest) -> TokenTable:
     return TokenTable(*(_integers(table, name) for name in ("token_id", "start", "end")))
 
 
-def write_prototypes(path: Path, used: torch.Tensor, sizes: torch.Tensor, mean_values: torch.Tensor) -> None:
-    """Write sizes and mean values of the `used` (n_kv_heads, n_clusters) clusters, in the order of the centroids."""
+def write_prototypes(
+    path: Path,
+    used: torch.Tensor,
+    sizes: torch.Tensor,
+    logit_variance: torch.Tensor,
+    value_spread: torch.Tensor,
+    mean_values: torch.Tensor,
+) -> None:
+    """Write what is known of the `used` (n_kv_heads, n_clusters) clusters, in the order of the centroids."""
     heads, clusters = used.nonzero().T.cpu().numpy().astype(np.int32)
     columns = [
         pa.array(heads),
         pa.array(clusters),
         pa.array(sizes[used].cpu().numpy().astype(np.int32)),
+        pa.array(logit_variance[used].cpu().numpy().astype(np.float32)),
+        pa.array(value_spread[used].cpu().numpy().astype(np.float32)),
         binary_column(mean_values[used]),
     ]
-    names = ["kv_head", "cluster", "size", "mean_value"]
+    names = ["kv_head", "cluster", "size", "logit_variance", "value_spread", "mean_value"]
     schema = pa.schema([pa.field(n, c.type, nullable=False) for n, c in zip(names, columns, strict=True)])
     pq.write_table(pa.Table.from_arrays(columns, schema=schema), path, **_OPTIONS)
 
@@ -93,8 +106,14 @@ def read_prototypes(folder: Path, entry: LayerEntry, dtype: torch.dtype) -> Prot
         centroids=padded(centroids),
         mean_values=padded(binary_to_tensor(table.column("mean_value"), dtype)),
         sizes=padded(_integers(table, "size")),
+        logit_variance=padded(_floats(table, "logit_variance")),
+        value_spread=padded(_floats(table, "value_spread")),
     )
 
 
 def _integers(table: pa.Table, name: str) -> torch.Tensor:
     return torch.from_numpy(table.column(name).to_numpy().astype(np.int64))
+
+
+def _floats(table: pa.Table, name: str) -> torch.Tensor:
+    return torch.from_numpy(table.column(name).to_numpy().astype(np.float32))

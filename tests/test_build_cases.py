@@ -17,7 +17,7 @@ from ragkv import Archive, ArchiveCache, LoadedModel, PromptLayout, Recipe, atta
 from ragkv.errors import ConfigError, NonFiniteError
 from ragkv.kmeans import assign, cluster_keys, group_sums
 from ragkv.manifest import MANIFEST_FILE
-from ragkv.prefill import prefill
+from ragkv.prefill import captured_layers, prefill_cache
 from ragkv.rows import Rows, read_rows
 from tests.archives import DOCUMENT, EVERYTHING, SMALL, archive_of, loaded
 from tests.dense import dense_logits, stock_copy
@@ -313,7 +313,7 @@ def test_keys_and_values_keep_their_bits(dtype: torch.dtype, tmp_path: Path) -> 
     build_archive(model, DOCUMENT[:900], tmp_path / "archive", recipe=SMALL, layout=PLAIN)
     archive = Archive.open(tmp_path / "archive", model)
     assert archive.manifest.fingerprint.dtype == str(dtype).removeprefix("torch.")
-    captured = prefill(model.model, archive.tokens.ids.tolist())
+    captured = captured_layers(prefill_cache(model.model, archive.tokens.ids.tolist()))
     for layer, entry in zip(captured, archive.manifest.layers, strict=True):
         rows = stored_rows(archive, entry.index)
         for name in ("keys", "values"):

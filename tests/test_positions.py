@@ -14,7 +14,7 @@ from ragkv import Archive, ArchiveCache, LoadedModel, PromptLayout, attach, buil
 from ragkv.answer import ask
 from ragkv.attention import AttentionCall
 from ragkv.errors import ConfigError
-from ragkv.prefill import prefill
+from ragkv.prefill import captured_layers, prefill_cache
 from tests.archives import DOCUMENT, EVERYTHING, QUESTIONS, SMALL, archive_of
 from tests.dense import dense_answer, dense_logits, stock_copy
 from tests.tiny import TEXT, TINY_MODELS, tiny_model, tiny_tokenizer
@@ -227,7 +227,7 @@ def rotated(keys: torch.Tensor, by: int) -> torch.Tensor:
 def test_a_shifted_document_has_rotated_keys_and_the_same_values() -> None:
     model = tiny_model("llama")
     ids = tiny_tokenizer()(TEXT, add_special_tokens=False)["input_ids"][:50]
-    plain, shifted = prefill(model, ids)[0], prefill(model, [5] * 37 + ids)[0]
+    plain, shifted = (captured_layers(prefill_cache(model, each))[0] for each in (ids, [5] * 37 + ids))
     torch.testing.assert_close(shifted.keys[:, 37:].double(), rotated(plain.keys, 37), atol=1e-4, rtol=0)
     torch.testing.assert_close(shifted.values[:, 37:], plain.values, atol=1e-5, rtol=0)
 
@@ -235,6 +235,6 @@ def test_a_shifted_document_has_rotated_keys_and_the_same_values() -> None:
 def test_two_copies_of_a_document_differ_by_the_rotation() -> None:
     model = tiny_model("llama")
     ids = tiny_tokenizer()(TEXT, add_special_tokens=False)["input_ids"][:50]
-    keys = prefill(model, ids + ids)[0].keys
+    keys = captured_layers(prefill_cache(model, ids + ids))[0].keys
     assert not torch.allclose(keys[:, :50], keys[:, 50:], atol=0.1)
     torch.testing.assert_close(keys[:, 50:].double(), rotated(keys[:, :50], 50), atol=1e-4, rtol=0)
