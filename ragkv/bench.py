@@ -16,6 +16,7 @@ import torch
 from transformers import Cache, DynamicCache
 
 from ragkv.archive import Archive
+from ragkv.bench_text import quotation_questions
 from ragkv.build import BuildResult, write_archive
 from ragkv.cache import DEFAULT_BUDGET, ArchiveCache
 from ragkv.errors import ConfigError
@@ -105,7 +106,7 @@ def bench(model: LoadedModel, n_tokens: int, options: BenchOptions, *, on_progre
         fidelity = measure_fidelity(
             archive,
             dense,
-            options.questions,
+            [*options.questions, *quotation_questions(document)],
             budget=options.budget,
             max_new_tokens=options.max_new_tokens,
             on_progress=report("fidelity"),

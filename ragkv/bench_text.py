@@ -5,6 +5,7 @@ It is long, real, offline, and the same for everybody with the same Python versi
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -37,11 +38,32 @@ QUESTIONS = (
     "How many times is the target of an augmented assignment evaluated?",
 )
 _LONGEST_TOPIC = 30_000
+_OPENING_WORDS = 8
+_SENTENCE_WORDS = range(18, 61)
 
 
 def default_text() -> str:
     """Reference topics in alphabetical order, the very long ones left out: about 310,000 characters."""
     return "\n\n".join(topics[name] for name in sorted(topics) if len(topics[name]) < _LONGEST_TOPIC)
+
+
+def quotation_questions(text: str, n_questions: int = 12) -> tuple[str, ...]:
+    """Questions that ask how a sentence of `text` goes on: look-ups that need no knowledge of what it says.
+
+    The sentences are taken at even distances; none where the text has too few long ones.
+    """
+    paragraphs = (" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text))
+    sentences = (sentence for paragraph in paragraphs for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z])", paragraph))
+    long = [
+        sentence
+        for sentence in sentences
+        if len(sentence.split()) in _SENTENCE_WORDS and re.match(r"[A-Z][a-z].*[.!?]$", sentence)
+    ]
+    if len(long) < n_questions:
+        return ()
+    picked = (long[(2 * index + 1) * len(long) // (2 * n_questions)] for index in range(n_questions))
+    openings = (" ".join(sentence.split()[:_OPENING_WORDS]) for sentence in picked)
+    return tuple(f'How does the sentence go on that begins "{opening}"?' for opening in openings)
 
 
 def read_text(path: str | Path) -> str:

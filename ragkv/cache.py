@@ -18,7 +18,15 @@ from ragkv.recall import Observer, recall_attention
 DEFAULT_BUDGET = 256
 """Archived tokens recalled per KV head and query token."""
 
+QUESTION_SHARE = 1.5
+"""Question tokens are read once and shape all that follows: they recall this many times what an answer token does."""
+
 _NO_POSITIONS = "the model passes no position_ids to its attention, so the question's place cannot be checked"
+
+
+def question_budget(budget: int) -> int:
+    """Archived tokens that each question token recalls per KV head."""
+    return int(budget * QUESTION_SHARE)
 
 
 class ArchiveCache(Cache):
@@ -32,7 +40,8 @@ class ArchiveCache(Cache):
     archive
         From `Archive.open`.
     budget
-        Archived tokens that each query token recalls per KV head; whole clusters, so slightly more may come.
+        Archived tokens that each answer token recalls per KV head, and each question token half as many again; whole
+        clusters, so slightly more may come.
     observer
         Receives what every layer recalled, see `RecallTrace`; None costs nothing.
 
@@ -99,7 +108,10 @@ class ArchiveCacheLayer(DynamicLayer):
             self._check_model(call)
             self._check_positions(call)
         if self._layer.window is None:
-            return recall_attention(call, self._layer, self._budget, self._observer)
+            n_rows = call.query.shape[2]
+            reads_question = n_rows > 1 or n_rows == call.key.shape[2]
+            budget = question_budget(self._budget) if reads_question else self._budget
+            return recall_attention(call, self._layer, budget, self._observer)
         return dense_attention(self._with_window(call, self._layer.window))
 
     def _check_model(self, call: AttentionCall) -> None:

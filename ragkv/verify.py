@@ -193,7 +193,8 @@ def _layer_faults(folder: Path, entry: LayerEntry, spans: _Spans, dtype: torch.d
     prototypes = None
     if entry.clusters:
         mean = f"fixed_size_binary[{entry.value_dim * dtype.itemsize}]"
-        _require_columns(folder / entry.prototypes_file, {**_INTEGERS, "size": "int32", "mean_value": mean})
+        numbers = {"size": "int32", "logit_variance": "float", "value_spread": "float"}
+        _require_columns(folder / entry.prototypes_file, {**_INTEGERS, **numbers, "mean_value": mean})
         prototypes = read_prototypes(folder, entry, dtype)
         yield from _prototype_order_faults(folder, entry)
     layer = _LayerFiles(entry, spans, dtype, path, rows, n_exact, prototypes)
@@ -221,6 +222,12 @@ def _finite_faults(layer: _LayerFiles) -> Iterator[str]:
     if layer.prototypes is not None:
         parts[f"{layer.entry.centroids_file}: a centroid"] = layer.prototypes.centroids
         parts[f"{layer.entry.prototypes_file}: a mean value"] = layer.prototypes.mean_values
+        for name, tensor in (
+            ("logit_variance", layer.prototypes.logit_variance),
+            ("value_spread", layer.prototypes.value_spread),
+        ):
+            if not bool((torch.isfinite(tensor) & (tensor >= 0)).all()):
+                yield f"{layer.entry.prototypes_file}: a {name} is negative, NaN or infinite"
     for what, tensor in parts.items():
         if not bool(torch.isfinite(tensor).all()):
             yield f"{what} is NaN or infinite"

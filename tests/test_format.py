@@ -288,7 +288,8 @@ def test_bits_of_rows_survive_decoded_and_mapped(dtype: torch.dtype, tmp_path: P
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_of_mean_values_survive(dtype: torch.dtype, tmp_path: Path) -> None:
     means = special_bits(dtype, 12, 6)
-    write_prototypes(tmp_path / "p", torch.ones(2, 6, dtype=torch.bool), torch.ones(2, 6).long(), means.view(2, 6, 6))
+    used, ones = torch.ones(2, 6, dtype=torch.bool), torch.ones(2, 6)
+    write_prototypes(tmp_path / "p", used, ones.long(), ones, ones, means.view(2, 6, 6))
     assert b"".join(pq.read_table(tmp_path / "p")["mean_value"].to_pylist()) == bits(means)
 
 

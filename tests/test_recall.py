@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -29,6 +29,7 @@ class Recorded:
 
     call: AttentionCall
     layer: ArchivedLayer
+    budget: int
     output: torch.Tensor
 
 
@@ -38,7 +39,7 @@ def record(archive: Archive, budget: int, monkeypatch: pytest.MonkeyPatch) -> li
 
     def spy(call: AttentionCall, layer: ArchivedLayer, budget: int, observer: None = None) -> torch.Tensor:
         output = recall_attention(call, layer, budget, observer)
-        recorded.append(Recorded(call, layer, output))
+        recorded.append(Recorded(call, layer, budget, output))
         return output
 
     with monkeypatch.context() as patch:
@@ -68,12 +69,18 @@ class Reference:
             for label in range(labels[heads == head].max() + 1):
                 here = (heads == head) & (labels == label)
                 self.clusters[head].append((keys[here], values[here]))
-        self.estimate()
+        stored = pq.read_table(archive.path / entry.prototypes_file)
+        columns = [stored[name].to_numpy().astype(float) for name in ("kv_head", "logit_variance", "value_spread")]
+        self.estimate(*columns)
 
-    def estimate(self) -> None:
+    def estimate(self, heads: Vector, variance: Vector, spread: Vector) -> None:
         self.centroids = [np.stack([keys.mean(0) for keys, _ in clusters]) for clusters in self.clusters]
         self.means = [np.stack([values.mean(0) for _, values in clusters]) for clusters in self.clusters]
-        self.log_sizes = [np.log([len(keys) for keys, _ in clusters]) for clusters in self.clusters]
+        correction = np.minimum(variance / 2, 0.5)
+        priority = np.sqrt(variance * spread) * np.exp(-correction) if variance.any() else np.ones_like(variance)
+        sizes = [np.log([len(keys) for keys, _ in clusters]) for clusters in self.clusters]
+        self.log_sizes = [sizes[head] + correction[heads == head] for head in range(2)]
+        self.priority = [priority[heads == head] for head in range(2)]
 
     def attend(self, call: AttentionCall, budget: int) -> Vector:
         """(batch, n_query_heads, every third row and the last, value_dim)."""
@@ -110,7 +117,7 @@ class Reference:
             rest = [logits(exact_keys, query), logits(local_keys, query), *sink(g)]
             mass += softmax(np.concatenate([estimated, *rest]))[: len(clusters)]
         recalled: list[int] = []
-        left = sorted(range(len(clusters)), key=lambda c: mass[c])
+        left = sorted(range(len(clusters)), key=lambda c: mass[c] * self.priority[head][c])
         while left and sum(len(clusters[c][0]) for c in recalled) < budget:
             recalled.append(left.pop())
         keys = np.concatenate([clusters[c][0] for c in recalled] + [exact_keys, local_keys])
@@ -157,7 +164,7 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> Archive:
 def assert_equals_reference(archive: Archive, recorded: list[Recorded], budget: int) -> None:
     assert {done.layer.index for done in recorded} == {e.index for e in archive.manifest.layers if e.clusters}
     for done in recorded:
-        expected = torch.from_numpy(Reference(archive, done.layer.index).attend(done.call, budget))
+        expected = torch.from_numpy(Reference(archive, done.layer.index).attend(done.call, done.budget))
         found = done.output[:, :, some_rows(done.output.shape[2])]
         torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-5)
 
@@ -186,7 +193,8 @@ def test_everything_recalled_is_softmax_attention_over_all_tokens(
         for head, clusters in enumerate(reference.clusters):
             tokens = [(keys[i : i + 1], values[i : i + 1]) for keys, values in clusters for i in range(len(keys))]
             reference.clusters[head] = tokens  # one token each: nothing is estimated, whatever the budget
-        reference.estimate()
+        heads = np.repeat([0, 1], [len(clusters) for clusters in reference.clusters])
+        reference.estimate(heads, np.zeros(len(heads)), np.zeros(len(heads)))
         expected = torch.from_numpy(reference.attend(done.call, 1))
         found = done.output[:, :, some_rows(done.output.shape[2])]
         torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-5)
@@ -203,7 +211,7 @@ def test_a_question_in_several_blocks_equals_one_block(
     monkeypatch.setattr(ragkv.recall, "_BLOCK_FLOATS", block_floats)
     for done in recorded:
         counter = BlockCounter()
-        again = recall_attention(done.call, done.layer, 40, counter)
+        again = recall_attention(done.call, done.layer, done.budget, counter)
         assert done.output.shape[2] == 1 or counter.blocks > 1
         torch.testing.assert_close(again, done.output, atol=2e-5, rtol=0)
 
@@ -232,16 +240,15 @@ def test_rows_of_different_width_never_give_nan(
             assert torch.isfinite(done.output).all()
 
 
-def test_the_estimate_of_a_cluster_never_exceeds_its_true_mass(tmp_path: Path) -> None:
+def test_the_estimate_of_a_cluster_less_its_correction_never_exceeds_its_true_mass(tmp_path: Path) -> None:
     archive = archive_of(tmp_path / "archive", document=DOCUMENT[:1100])
     draw = np.random.default_rng(0)
     for layer in archive.layers:
-        assert layer.bias is not None
-        held, bias = layer.keys.double().numpy(), layer.bias.double().numpy()
+        held, log_sizes = layer.keys.double().numpy(), table_of(archive, layer.index).sizes.double().log().numpy()
         queries = draw.normal(scale=3.0, size=(20, held.shape[-1]))
         for head, clusters in enumerate(Reference(archive, layer.index).clusters):
             for label, (keys, _) in enumerate(clusters):
-                estimated = queries @ held[head, label] + bias[head, label]
+                estimated = queries @ held[head, label] + log_sizes[head, label]
                 true = np.logaddexp.reduce(queries @ keys.T, axis=1)
                 assert (estimated <= true + 1e-5).all()
 
@@ -314,10 +321,15 @@ def test_gathered_rows_are_the_stored_rows_of_the_chosen_clusters_bit_for_bit(
             assert torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
-def test_the_bias_is_the_logarithm_of_the_cluster_size(uneven: Archive) -> None:
+def test_the_bias_is_the_logarithm_of_the_size_and_a_limited_correction(uneven: Archive) -> None:
     layer, table = uneven.layers[0], table_of(uneven, 0)
+    stored = pq.read_table(uneven.path / uneven.manifest.layers[0].prototypes_file)
+    heads, sizes, variance = (stored[name].to_numpy() for name in ("kv_head", "size", "logit_variance"))
     assert layer.bias is not None
-    for head, sizes in enumerate(table.sizes.tolist()):
-        expected = [math.log(size) if size else -math.inf for size in sizes]
-        assert layer.bias[head, : len(sizes)].tolist() == pytest.approx(expected, abs=1e-6)
+    assert variance.max() > 1, "the limit must matter here"
+    for head in range(2):
+        expected = np.log(sizes[heads == head]) + np.minimum(variance[heads == head] / 2, 0.5)
+        found = layer.bias[head, : table.n_clusters]
+        assert found[: len(expected)].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+        assert bool((found[len(expected) :] == -torch.inf).all())
     assert not layer.bias[:, table.n_clusters :].any()

@@ -23,7 +23,7 @@ def ask(
     model: Annotated[
         str | None, typer.Option(help="The model it was built with. [default: the name it was built by]")
     ] = (None),
-    budget: Annotated[int, typer.Option(help="Archived tokens recalled per KV head and step.")] = 256,
+    budget: Annotated[int, typer.Option(help="Archived tokens recalled per KV head and answer token.")] = 256,
     mode: Annotated[
         str, typer.Option(help="recall: answer from the archive. dense: prefill the document again, to compare.")
     ] = "recall",

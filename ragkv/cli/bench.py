@@ -23,7 +23,7 @@ def bench(
     tokens: Annotated[list[int] | None, typer.Option(help="Length of prefix and document; repeat for more. [8192]")] = (
         None
     ),
-    budget: Annotated[int, typer.Option(help="Archived tokens recalled per KV head and step.")] = 256,
+    budget: Annotated[int, typer.Option(help="Archived tokens recalled per KV head and answer token.")] = 256,
     recipe: Annotated[Path | None, typer.Option(help="TOML file that says how the archive is built.")] = None,
     text: Annotated[
         Path | None, typer.Option(help="Document to measure on. [default: the Python reference that ships with Python]")
@@ -38,7 +38,8 @@ def bench(
     """Measure dense attention and recall on the same text: times, bytes, memory and fidelity.
 
     Every time is also given as a ratio, and dense, recall and zero-context steps are timed in turn: quote the ratios.
-    Fidelity is teacher-forced on the dense model's own answers. Nothing is kept on disk.
+    Fidelity is teacher-forced on the dense model's own answers, to the questions and to a dozen requests to continue a
+    sentence of the document. Nothing is kept on disk.
 
     \b
     Examples:

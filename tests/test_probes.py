@@ -1,0 +1,98 @@
+"""Probes: snippets of the document asked as questions, and the moments of their queries."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from ragkv.attention import attach
+from ragkv.build import logit_variance, value_spread
+from ragkv.cache import QUESTION_SHARE, question_budget
+from ragkv.kmeans import cluster_keys
+from ragkv.layout import PromptLayout, tokenize_prompt
+from ragkv.prefill import prefill_cache
+from ragkv.probes import N_PROBES, SNIPPET_TOKENS, probe_ids, query_moments
+from ragkv.recipe import Recipe
+from tests.archives import DOCUMENT, loaded
+from tests.tiny import tiny_model
+
+LAYOUT = PromptLayout.plain()
+
+
+def document_ids() -> tuple[int, ...]:
+    return tokenize_prompt(loaded("llama").tokenizer, LAYOUT, DOCUMENT).document_ids
+
+
+def test_probes_ask_snippets_of_the_document_and_answer_with_what_follows() -> None:
+    tokenizer, ids = loaded("llama").tokenizer, document_ids()
+    text = tokenizer.decode(probe_ids(tokenizer, LAYOUT, ids))
+    assert text.count("Question:") == N_PROBES
+    first = (len(ids) - 2 * SNIPPET_TOKENS) // (2 * N_PROBES)
+    assert tokenizer.decode(list(ids[first + SNIPPET_TOKENS : first + 2 * SNIPPET_TOKENS])) in text
+
+
+def test_a_short_document_has_no_probes() -> None:
+    assert probe_ids(loaded("llama").tokenizer, LAYOUT, document_ids()[:100]) == []
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "gemma3"])
+def test_moments_are_those_of_the_scaled_queries_and_the_cache_is_left_alone(name: str) -> None:
+    model, ids = loaded(name).model, list(document_ids())[:120]
+    cache = prefill_cache(model, ids)
+    before = [layer.keys.clone() for layer in cache.layers]
+    probes = ids[:30]
+    moments = query_moments(model, cache, probes)
+    queries: dict[int, torch.Tensor] = {}
+    modules = [module for module in model.modules() if hasattr(module, "q_proj")]
+    hooks = [
+        module.q_proj.register_forward_hook(lambda m, _, out, i=index: queries.update({i: out.detach()}))
+        for index, module in enumerate(modules)
+    ]
+    query_moments(model, cache, probes)
+    for hook in hooks:
+        hook.remove()
+    assert all(torch.equal(old, layer.keys) for old, layer in zip(before, cache.layers, strict=True))
+    for index, moment in moments.items():
+        assert moment.shape[0] == 2
+        torch.testing.assert_close(moment, moment.transpose(1, 2))
+        if name != "gemma3":  # which normalises its queries after the projection; a rotation keeps the trace
+            width = queries[index].shape[-1] // 2
+            energy = queries[index].reshape(-1, 2, width).square().sum((0, 2)) * modules[index].scaling ** 2
+            traces = moment.diagonal(dim1=1, dim2=2).sum(1) * len(probes) * (width // moment.shape[1])
+            torch.testing.assert_close(traces, energy, rtol=1e-3, atol=0)
+
+
+def test_probes_beyond_the_context_are_left_out() -> None:
+    model = attach(tiny_model("llama"))
+    model.config.max_position_embeddings = 130
+    cache = prefill_cache(model, list(document_ids())[:120])
+    assert query_moments(model, cache, list(range(20))) == {}
+    assert isinstance(cache, DynamicCache)
+
+
+def test_logit_variance_and_value_spread_by_hand() -> None:
+    keys = torch.tensor([[[1.0, 0.0], [3.0, 0.0], [0.0, 5.0]]])
+    labels, centroids = torch.tensor([[0, 0, 1]]), torch.tensor([[[2.0, 0.0], [0.0, 5.0]]])
+    moment = torch.tensor([[[4.0, 0.0], [0.0, 9.0]]])
+    assert logit_variance(keys, labels, centroids, moment).tolist() == [[4.0, 0.0]]
+    assert logit_variance(keys, labels, centroids, None).tolist() == [[0.0, 0.0]]
+    values = torch.tensor([[[0.0], [2.0], [4.0]]])
+    assert value_spread(values, labels, 2).tolist() == [[2.0, 4.0]]
+
+
+def test_the_metric_groups_by_what_queries_see() -> None:
+    """Two dimensions carry a grouping each; queries see only the second, so that one decides."""
+    draw = torch.Generator().manual_seed(0)
+    first, second = torch.randint(0, 2, (2, 64), generator=draw)
+    keys = torch.stack([first * 10.0, second * 4.0], dim=-1).unsqueeze(0)
+    moment = torch.tensor([[[0.0, 0.0], [0.0, 1.0]]])
+    recipe = Recipe(tokens_per_cluster=32)
+    seen = cluster_keys(keys, recipe, query_moment=moment).labels[0]
+    plain = cluster_keys(keys, recipe).labels[0]
+    assert len({(int(a), int(b)) for a, b in zip(seen, second, strict=True)}) == 2
+    assert len({(int(a), int(b)) for a, b in zip(plain, first, strict=True)}) == 2
+
+
+def test_question_tokens_recall_more_than_answer_tokens() -> None:
+    assert question_budget(256) == int(256 * QUESTION_SHARE) > 256
