@@ -13,9 +13,9 @@ import ragkv.recall
 import ragkv.trace
 from ragkv import Archive, ArchiveCache, LoadedModel, PromptLayout, attach, build_archive
 from ragkv.answer import ask
+from ragkv.cache import question_budget
 from ragkv.recall import Choice
 from ragkv.trace import LayerRecall, RecallTrace
-from ragkv.cache import question_budget
 from tests.archives import DOCUMENT, EVERYTHING, QUESTIONS, SMALL, archive_of
 from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
 
