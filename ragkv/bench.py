@@ -54,10 +54,14 @@ class Run:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What a benchmark measures; `steps` decode steps are timed, dense, recall and zero-context in turn."""
+    """What a benchmark measures.
+
+    Without `questions`, sentences of the text are to be continued. `steps` decode steps are timed, dense, recall and
+    zero-context in turn.
+    """
 
     text: str
-    questions: Sequence[str]
+    questions: Sequence[str] = ()
     budget: int = DEFAULT_BUDGET
     recipe: Recipe = field(default_factory=Recipe)
     layout: PromptLayout | None = None
@@ -76,6 +80,7 @@ def bench(model: LoadedModel, n_tokens: int, options: BenchOptions, *, on_progre
     """
     layout = options.layout or model.layout
     document = cut_text(model, layout, options.text, n_tokens)
+    questions = options.questions or quotation_questions(document)
     device = model.model.device
 
     def report(stage: str) -> Callable[[int, int], None] | None:
@@ -102,11 +107,11 @@ def bench(model: LoadedModel, n_tokens: int, options: BenchOptions, *, on_progre
             opened: list[Archive] = []
             load_s = timed(lambda: opened.append(Archive.open(build.path, model)), device)
         archive = opened[0]
-        times, trace, local_bytes = _times(archive, dense, options, report("time"))
+        times, trace, local_bytes = _times(archive, dense, questions, options, report("time"))
         fidelity = measure_fidelity(
             archive,
             dense,
-            [*options.questions, *quotation_questions(document)],
+            questions,
             budget=options.budget,
             max_new_tokens=options.max_new_tokens,
             on_progress=report("fidelity"),
@@ -147,11 +152,15 @@ def environment() -> dict[str, str | int]:
 
 
 def _times(
-    archive: Archive, dense: DynamicCache, options: BenchOptions, on_progress: Callable[[int, int], None] | None
+    archive: Archive,
+    dense: DynamicCache,
+    questions: Sequence[str],
+    options: BenchOptions,
+    on_progress: Callable[[int, int], None] | None,
 ) -> tuple[dict[str, Times], RecallTrace, int]:
     """Times to the first token and per further token, in turn; the trace and local bytes of an untimed question."""
     model, device = archive.model.model, archive.model.model.device
-    inputs = archive.pad([_question_of(archive, options.questions, QUESTION_TOKENS)])
+    inputs = archive.pad([_question_of(archive, questions, QUESTION_TOKENS)])
     ids, positions = inputs["input_ids"], inputs["position_ids"]
     zero_positions = positions - archive.n_tokens
 

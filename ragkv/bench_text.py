@@ -11,32 +11,6 @@ from pydoc_data.topics import topics
 
 from ragkv.errors import ConfigError
 
-QUESTIONS = (
-    "Which exception does a failing assert statement raise?",
-    "Which built-in variable does the simple form of the assert statement check?",
-    "Which command line option makes the built-in variable __debug__ False?",
-    "Which keyword is used to suspend the execution of a coroutine on an awaitable object?",
-    "Which exception is raised when a name that is not bound is evaluated?",
-    "What may a coroutine function definition use that is a syntax error elsewhere?",
-    "Which two methods does the async for statement rely on?",
-    "Which method is called unconditionally to implement attribute accesses for instances of a class?",
-    "Which method is called when an attribute deletion is attempted?",
-    "Which function may a module define to customize access to its attributes?",
-    "Which class variable reserves space for declared variables and prevents the creation of __dict__?",
-    "Which method is called to get the attribute of the owner class?",
-    "Which operator is intended to be used for matrix multiplication?",
-    "Which exception does a zero right argument of the division operator raise?",
-    "With what sign does the modulo operator always yield a result?",
-    "Which special method can an object use to customize its truth value?",
-    "What does the operator not yield if its argument is false?",
-    "Which statement terminates the nearest enclosing loop?",
-    "Which name does an ellipsis literal give access to?",
-    "What do code objects not contain a reference to?",
-    "In what order are the items of an assignment target list assigned?",
-    "What is the expression on the right of a starred target called or turned into?",
-    "Which binary operation yields the bitwise exclusive or of its arguments?",
-    "How many times is the target of an augmented assignment evaluated?",
-)
 _LONGEST_TOPIC = 30_000
 _OPENING_WORDS = 8
 _SENTENCE_WORDS = range(18, 61)
@@ -47,10 +21,15 @@ def default_text() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics) if len(topics[name]) < _LONGEST_TOPIC)
 
 
-def quotation_questions(text: str, n_questions: int = 12) -> tuple[str, ...]:
+def quotation_questions(text: str, n_questions: int = 24) -> tuple[str, ...]:
     """Questions that ask how a sentence of `text` goes on: look-ups that need no knowledge of what it says.
 
-    The sentences are taken at even distances; none where the text has too few long ones.
+    The sentences are taken at even distances.
+
+    Raises
+    ------
+    ConfigError
+        If the text has too few long sentences.
     """
     paragraphs = (" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text))
     sentences = (sentence for paragraph in paragraphs for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z])", paragraph))
@@ -60,7 +39,10 @@ def quotation_questions(text: str, n_questions: int = 12) -> tuple[str, ...]:
         if len(sentence.split()) in _SENTENCE_WORDS and re.match(r"[A-Z][a-z].*[.!?]$", sentence)
     ]
     if len(long) < n_questions:
-        return ()
+        raise ConfigError(
+            f"the text has {len(long)} sentences of {_SENTENCE_WORDS.start} to {_SENTENCE_WORDS.stop - 1} words and "
+            f"{n_questions} are wanted; give --questions"
+        )
     picked = (long[(2 * index + 1) * len(long) // (2 * n_questions)] for index in range(n_questions))
     openings = (" ".join(sentence.split()[:_OPENING_WORDS]) for sentence in picked)
     return tuple(f'How does the sentence go on that begins "{opening}"?' for opening in openings)

@@ -18,7 +18,7 @@ from ragkv.recall import Observer, recall_attention
 DEFAULT_BUDGET = 256
 """Archived tokens recalled per KV head and query token."""
 
-QUESTION_SHARE = 1.5
+QUESTION_SHARE = 1.75
 """Question tokens are read once and shape all that follows: they recall this many times what an answer token does."""
 
 _NO_POSITIONS = "the model passes no position_ids to its attention, so the question's place cannot be checked"
@@ -40,8 +40,8 @@ class ArchiveCache(Cache):
     archive
         From `Archive.open`.
     budget
-        Archived tokens that each answer token recalls per KV head, and each question token half as many again; whole
-        clusters, so slightly more may come.
+        Archived tokens that each answer token recalls per KV head; a question token recalls `QUESTION_SHARE` times as
+        many. Whole clusters, so slightly more may come.
     observer
         Receives what every layer recalled, see `RecallTrace`; None costs nothing.
 

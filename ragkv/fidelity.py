@@ -51,7 +51,7 @@ def measure_fidelity(
         answer, dense_logits = _dense_answer(archive, inputs, copy.deepcopy(dense), max_new_tokens)
         logits = _forced(model, inputs, ArchiveCache(archive, budget=budget), answer)
         kl_by_question.append(kl_divergence(dense_logits, logits))
-        hit_by_question.append((dense_logits.argmax(-1) == logits.argmax(-1)).float())
+        hit_by_question.append(agreement(dense_logits, logits))
         if on_progress is not None:
             on_progress(done + 1, len(questions))
     kl, hits = torch.cat(kl_by_question), torch.cat(hit_by_question)
@@ -69,6 +69,15 @@ def kl_divergence(dense_logits: torch.Tensor, logits: torch.Tensor) -> torch.Ten
     """KL(dense || other) in nats per position; logits (n_positions, vocab) of any dtype."""
     log_p, log_q = dense_logits.float().log_softmax(-1), logits.float().log_softmax(-1)
     return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def agreement(dense_logits: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """1 where the other's most likely token is a most likely one of dense, else 0; float32 (n_positions,).
+
+    In bfloat16 the two best logits of dense are often the very same number: either token agrees then.
+    """
+    chosen = dense_logits.gather(-1, logits.argmax(-1, keepdim=True))
+    return (chosen == dense_logits.amax(-1, keepdim=True))[..., 0].float()
 
 
 def _dense_answer(

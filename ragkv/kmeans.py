@@ -27,6 +27,9 @@ PLAIN_SHARE = 0.1
 VALUE_SHARE = 0.1
 """Spread of the values, as a share of that of the keys, in the distances."""
 
+VALUE_AXES = 16
+"""Principal axes of the values that take part in the distances; the rest would cost time and carry little."""
+
 _SCORE_FLOATS = 1 << 18  # scores held at once: they stay in the cache, measured 1.6x as fast as 1 << 20
 
 
@@ -75,7 +78,7 @@ def cluster_keys(
         points = _centred(keys[:, start:stop].float())
         points = points if metric is None else points @ metric
         if values is not None:
-            points = torch.cat([points, _scaled_to(points, _centred(values[:, start:stop].float()))], dim=2)
+            points = torch.cat([points, _value_points(points, _centred(values[:, start:stop].float()))], dim=2)
         n_clusters = -(-(stop - start) // recipe.tokens_per_cluster)
         labels[:, start:stop] = asked + _kmeans(points, n_clusters, recipe)
         asked += n_clusters
@@ -90,11 +93,12 @@ def _centred(points: torch.Tensor) -> torch.Tensor:
     return points - points.mean(dim=1, keepdim=True)
 
 
-def _scaled_to(points: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Values scaled so that their spread is `VALUE_SHARE` of that of `points`, per head."""
+def _value_points(points: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Values on their principal axes, scaled so that their spread is `VALUE_SHARE` of that of `points`, per head."""
     spread, own = (each.square().sum(-1).mean(1) for each in (points, values))  # (n_heads,)
     factor = (VALUE_SHARE * spread / own.clamp_min(torch.finfo(torch.float32).tiny)).sqrt()
-    return values * factor[:, None, None]
+    _, axes = torch.linalg.eigh((values.transpose(1, 2) @ values).double())  # ascending
+    return values @ axes[..., -VALUE_AXES:].float() * factor[:, None, None]
 
 
 def _metric(query_moment: torch.Tensor) -> torch.Tensor:

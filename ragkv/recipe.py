@@ -40,7 +40,7 @@ class Recipe:
     """
 
     tokens_per_cluster: int = 8
-    kmeans_iterations: int = 6
+    kmeans_iterations: int = 5
     segment_tokens: int = 8192
     clusterer: str = "auto"
     seed: int = 0

@@ -153,7 +153,7 @@ def test_bench_prints_the_promised_ratios(workplace: Path) -> None:
         (("ask", "Who?", "--archive", "nowhere", "--json", "--stream"), "leave out --stream"),
         (("build", "nowhere.txt", "--model", "demo"), "'nowhere.txt' cannot be read"),
         (("build", "a/x.txt", "b/x.md", "--model", "demo"), "would both become"),
-        (("bench", "--model", "demo", "--text", "x.txt"), "--text and --questions go together"),
+        (("bench", "--model", "demo", "--text", "nowhere.txt"), "'nowhere.txt' cannot be read"),
     ],
 )
 def test_wrong_input_is_one_sentence_before_the_model_is_loaded(words: tuple[object, ...], said: str) -> None:

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from ragkv.bench import BenchOptions, bench, cut_text
-from ragkv.bench_text import QUESTIONS as DEFAULT_QUESTIONS
-from ragkv.bench_text import default_text
+from ragkv.bench_text import default_text, quotation_questions
 from ragkv.errors import ConfigError
-from ragkv.fidelity import kl_divergence, measure_fidelity
+from ragkv.fidelity import agreement, kl_divergence, measure_fidelity
 from ragkv.layout import PromptLayout, tokenize_prompt
 from ragkv.prefill import prefill_cache
 from ragkv.timing import Times, interleaved, memory_peak
@@ -25,6 +24,12 @@ def test_kl_divergence_by_hand() -> None:
     other = torch.log(torch.tensor([[0.25, 0.75], [0.9, 0.1]]))
     expected = [0.5 * math.log(2) + 0.5 * math.log(2 / 3), 0.0]
     torch.testing.assert_close(kl_divergence(dense, other), torch.tensor(expected), atol=1e-6, rtol=0)
+
+
+def test_agreement_takes_either_of_two_equal_best_tokens() -> None:
+    dense = torch.tensor([[1.0, 3.0, 3.0], [1.0, 3.0, 2.0], [5.0, 1.0, 1.0]])
+    other = torch.tensor([[0.0, 0.0, 9.0], [0.0, 0.0, 9.0], [9.0, 0.0, 0.0]])
+    assert agreement(dense, other).tolist() == [1.0, 0.0, 1.0]
 
 
 def test_kl_divergence_does_not_see_a_constant_added_to_logits() -> None:
@@ -89,6 +94,18 @@ def test_bench_counts_bytes_as_the_archive_does() -> None:
     assert run.ratios["build_over_prefill"] == pytest.approx(run.times["build_s"] / run.times["prefill_s"])
 
 
-def test_the_default_text_is_long_and_its_questions_are_many() -> None:
-    assert len(default_text()) > 200_000
-    assert len(set(DEFAULT_QUESTIONS)) == len(DEFAULT_QUESTIONS) >= 20
+def test_the_default_text_is_long_and_has_sentences_to_continue() -> None:
+    text = default_text()
+    questions = quotation_questions(text[:30_000])
+    assert len(text) > 200_000
+    assert len(set(questions)) == 24
+    plain = " ".join(text.split())
+    for question in questions:
+        opening = question.split('begins "', 1)[1][:-2]
+        assert opening in plain
+        assert len(opening.split()) == 8
+
+
+def test_a_text_without_sentences_wants_questions() -> None:
+    with pytest.raises(ConfigError, match="give --questions"):
+        quotation_questions("one two three. " * 100)
