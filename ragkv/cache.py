@@ -18,7 +18,7 @@ from ragkv.recall import Observer, recall_attention
 DEFAULT_BUDGET = 256
 """Archived tokens recalled per KV head and query token."""
 
-QUESTION_SHARE = 1.75
+QUESTION_SHARE = 1.5
 """Question tokens are read once and shape all that follows: they recall this many times what an answer token does."""
 
 _NO_POSITIONS = "the model passes no position_ids to its attention, so the question's place cannot be checked"
