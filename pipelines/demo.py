@@ -16,8 +16,8 @@ from ragkv.cli.output import err, format_bytes, out
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("README.md", "docs/how-it-works.md", "docs/cli.md", "indexes/FORMAT.md", "CHANGELOG.md")
 QUESTIONS = (
-    "What stays in memory for a cluster that is not recalled?",
-    "Which file of an archive is written last?",
+    "How many bytes does one token of the example model cost?",
+    "Which environment variable names the cache folder?",
     "Under which licence is ragkv released?",
 )
 
@@ -43,7 +43,8 @@ def main() -> None:
         share = built.build_s / built.prefill_s
         out.print(
             f"archived {built.manifest.n_tokens:,} tokens: dense prefill {built.prefill_s:.1f} s, "
-            f"clustering and writing {built.build_s:.1f} s ({share:.0%} of it)"
+            f"clustering and writing {built.build_s:.1f} s ({share:.0%} of it)",
+            soft_wrap=True,
         )
     started = time.perf_counter()
     archive = Archive.open(options.out, model)
