@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from ragkv.cli.output import err
 from ragkv.errors import ConfigError
@@ -81,13 +89,13 @@ def progress(title: str = "") -> Iterator[Report]:
         console=err,
         transient=True,
     )
-    tasks: dict[str, int] = {}
+    tasks: dict[str, TaskID] = {}
 
     def report(stage: str, done: int, total: int) -> None:
         label = f"{title} {stage}".strip()
         if label not in tasks:
             tasks[label] = bars.add_task(label, total=total)
-        bars.update(tasks[label], completed=done, total=total)  # type: ignore[arg-type]
+        bars.update(tasks[label], completed=done, total=total)
 
     with bars:
         yield report
