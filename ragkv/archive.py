@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import torch
 
-from ragkv.architecture import check_length, model_shape
+from ragkv.architecture import ModelShape, check_length, model_shape
 from ragkv.attention import is_attached
 from ragkv.errors import ArchiveCorruptError, ArchiveNotFoundError, ConfigError, NonFiniteError
 from ragkv.fingerprint import require_match
@@ -124,6 +124,16 @@ class Archive:
         return self.manifest.n_tokens
 
     @cached_property
+    def shape(self) -> ModelShape:
+        """The cache of the model that the archive is opened for."""
+        return model_shape(self.model.model.config)
+
+    @cached_property
+    def first_full_layer(self) -> int:
+        """Index of the first layer without a window, or 0 where every layer has one."""
+        return next((layer.index for layer in self.layers if layer.window is None), 0)
+
+    @cached_property
     def tokens(self) -> TokenTable:
         """Token ids and character offsets of prefix and document."""
         return read_tokens(self.path, self.manifest)
@@ -149,12 +159,7 @@ class Archive:
     @property
     def dense_bytes(self) -> int:
         """Bytes of the model's own cache of the same tokens, in the archive's dtype."""
-        stored = getattr(torch, self.manifest.fingerprint.dtype)
-        shape = model_shape(self.model.model.config)
-        return sum(
-            layer.cached_tokens(self.n_tokens) * layer.n_kv_heads * 2 * layer.head_dim * stored.itemsize
-            for layer in shape.layers
-        )
+        return self.manifest.dense_bytes
 
     def questions(self, questions: Sequence[str]) -> dict[str, torch.Tensor]:
         """Inputs of ``model.generate`` for a left-padded batch of questions over this archive.

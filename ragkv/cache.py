@@ -8,7 +8,7 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-from ragkv.architecture import check_length, model_shape
+from ragkv.architecture import check_length
 from ragkv.archive import Archive, ArchivedLayer
 from ragkv.attention import AttentionCall, dense_attention, tag
 from ragkv.errors import ConfigError, ModelMismatchError
@@ -82,9 +82,8 @@ class ArchiveCacheLayer(DynamicLayer):
     ) -> None:
         super().__init__()
         self._archive, self._layer, self._budget, self._observer = archive, layer, budget, observer
-        self._shape, self._before = model_shape(archive.model.model.config), before
-        full = [other.index for other in archive.layers if other.window is None]
-        self._checks_positions = layer.index == (full[0] if full else 0)  # a full layer's mask shows every local token
+        self._before = before
+        self._checks_positions = layer.index == archive.first_full_layer  # its mask shows every local token
         self._attended = True
 
     def update(
@@ -98,7 +97,7 @@ class ArchiveCacheLayer(DynamicLayer):
             )
         self._attended = False
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        check_length(self._shape, self._archive.n_tokens + keys.shape[-2])
+        check_length(self._archive.shape, self._archive.n_tokens + keys.shape[-2])
         return tag(keys.view_as(keys), self), values
 
     def attend(self, call: AttentionCall) -> torch.Tensor:

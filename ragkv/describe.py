@@ -11,7 +11,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ragkv.errors import ArchiveCorruptError
-from ragkv.ledger import dtype_bytes
 from ragkv.manifest import TOKENS_FILE, LayerEntry, Manifest, read_manifest
 
 
@@ -28,7 +27,7 @@ def describe_archive(path: str | Path) -> dict[str, Any]:
     folder = Path(path)
     manifest = read_manifest(folder)
     body = json.loads(manifest.to_json())
-    by_kind, dense = _file_bytes(manifest), dense_bytes(manifest)
+    by_kind, dense = _file_bytes(manifest), manifest.dense_bytes
     on_disk = sum(by_kind.values())
     return {
         **{name: body[name] for name in ("version", "created_by", "document", "model", "layout", "seams", "recipe")},
@@ -38,16 +37,6 @@ def describe_archive(path: str | Path) -> dict[str, Any]:
         "dense_bytes": dense,
         "disk_over_dense": on_disk / dense if dense else None,
     }
-
-
-def dense_bytes(manifest: Manifest) -> int:
-    """Bytes of the model's own cache of the same tokens, in the archive's dtype."""
-    itemsize = dtype_bytes(manifest.fingerprint.dtype)
-    total = 0
-    for layer in manifest.layers:
-        n_cached = manifest.n_tokens if layer.window is None else min(manifest.n_tokens, layer.window - 1)
-        total += n_cached * layer.n_kv_heads * (layer.key_dim + layer.value_dim) * itemsize
-    return total
 
 
 def _describe_layer(folder: Path, layer: LayerEntry) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 from ragkv.errors import ArchiveCorruptError, ArchiveFormatError, ArchiveNotFoundError
 from ragkv.fingerprint import Fingerprint
 from ragkv.layout import PromptLayout
+from ragkv.ledger import dtype_bytes
 from ragkv.recipe import Recipe
 
 FORMAT_NAME = "ragkv-archive"
@@ -83,6 +84,16 @@ class Manifest:
     def n_tokens(self) -> int:
         """Prefix and document together: the position of the first question token."""
         return self.prefix_tokens + self.document_tokens
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the model's own cache of the same tokens, in the archive's dtype."""
+        itemsize = dtype_bytes(self.fingerprint.dtype)
+        total = 0
+        for layer in self.layers:
+            n_cached = self.n_tokens if layer.window is None else min(self.n_tokens, layer.window - 1)
+            total += n_cached * layer.n_kv_heads * (layer.key_dim + layer.value_dim) * itemsize
+        return total
 
     def to_json(self) -> str:
         body = self._body()
