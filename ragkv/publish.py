@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import hashlib
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ragkv.errors import ArchiveCorruptError, ConfigError
@@ -40,8 +41,29 @@ def staging(path: Path) -> Iterator[Path]:
 
 def check_place(path: Path) -> None:
     """Refuse a place where something other than an archive or an empty folder stands."""
+    if path.exists():
+        with _publishing_in(path.parent):  # else a builder could swap archives between two of these looks
+            _check_place(path)
+
+
+def _check_place(path: Path) -> None:
     if path.exists() and not (path / MANIFEST_FILE).is_file() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"{str(path)!r} exists and is not an archive; choose another place")
+
+
+@contextmanager
+def _publishing_in(parent: Path) -> Iterator[None]:
+    """Hold the lock under which archives in the folder `parent` are put in place: one builder at a time.
+
+    The lock is on the folder itself, so no file is left behind, and it ends with the process.
+    """
+    descriptor = os.open(parent, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks: as safe as two renames are
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def seal(folder: Path, manifest: Manifest) -> Manifest:
@@ -78,18 +100,18 @@ def hash_file(path: Path) -> FileEntry:
 def _replace(folder: Path, path: Path) -> None:
     """Rename `folder` to `path`; a folder in the way is moved aside first and removed afterwards."""
     aside = folder.with_suffix(".old")
-    check_place(path)  # again: the build took its time
-    try:
-        if path.exists():
-            path.rename(aside)
-        folder.rename(path)
-    except OSError as error:
-        if aside.exists() and not path.exists():
-            aside.rename(path)
-        raise ConfigError(f"cannot publish the archive at {str(path)!r}: {error.strerror}") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    _fsync_folder(path.parent)
+    with _publishing_in(path.parent):
+        _check_place(path)  # again: the build took its time
+        try:
+            if path.exists():
+                path.rename(aside)
+            folder.rename(path)
+        except OSError as error:
+            if aside.exists() and not path.exists():
+                aside.rename(path)
+            raise ConfigError(f"cannot publish the archive at {str(path)!r}: {error.strerror}") from error
+        _fsync_folder(path.parent)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _fsync_folder(folder: Path) -> None:
