@@ -13,10 +13,11 @@ import torch
 from transformers import Cache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
 from ragkv.archive import Archive
-from ragkv.cache import DEFAULT_BUDGET, ArchiveCache
+from ragkv.cache import ArchiveCache
 from ragkv.errors import ConfigError
 from ragkv.kv import kv_nbytes
 from ragkv.layout import question_ids
+from ragkv.policy import RecallPolicy
 from ragkv.prefill import prefill_cache
 from ragkv.streamer import AnswerStreamer, StopAtText
 from ragkv.trace import RecallTrace
@@ -69,13 +70,16 @@ def ask(
     archive: Archive,
     question: str,
     *,
-    budget: int = DEFAULT_BUDGET,
+    policy: RecallPolicy | None = None,
+    budget: int | None = None,
     mode: str = "recall",
     max_new_tokens: int = 64,
     on_text: Callable[[str], None] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Answer:
     """Answer `question` about the archived document, greedily.
+
+    What is recalled follows `policy`, by default that of the archive's recipe, with `budget` tokens where it is given.
 
     ``mode="recall"`` prefills the question only. ``mode="dense"`` prefills the whole document again with the model's
     own attention, for comparison; `on_progress` then receives (tokens done, tokens in all). `on_text` receives the
@@ -93,7 +97,7 @@ def ask(
     started = time.perf_counter()
     cache: Cache
     if mode == "recall":
-        cache = ArchiveCache(archive, budget=budget, observer=trace)
+        cache = ArchiveCache(archive, policy=policy, budget=budget, observer=trace)
     else:
         context = archive.tokens.ids
         cache = prefill_cache(model, context.tolist(), on_progress=on_progress)
@@ -117,14 +121,14 @@ def ask(
 
 
 def check_options(
-    *, budget: int = DEFAULT_BUDGET, mode: str = "recall", max_new_tokens: int = 1, question: str = "?"
+    *, budget: int | None = None, mode: str = "recall", max_new_tokens: int = 1, question: str = "?"
 ) -> None:
     """Refuse options of `ask` that are out of range, before anything is loaded."""
     if mode not in MODES:
         raise ConfigError(f"mode is {mode!r}; give one of {', '.join(MODES)}")
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens is {max_new_tokens}; give at least 1")
-    if budget < 1:
+    if budget is not None and budget < 1:
         raise ConfigError(f"budget is {budget!r}; give a whole number of tokens of at least 1")
     if not question.strip():
         raise ConfigError("the question is empty; ask something")

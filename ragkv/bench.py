@@ -18,7 +18,7 @@ from transformers import Cache, DynamicCache
 from ragkv.archive import Archive
 from ragkv.bench_text import quotation_questions
 from ragkv.build import BuildResult, write_archive
-from ragkv.cache import DEFAULT_BUDGET, ArchiveCache
+from ragkv.cache import ArchiveCache
 from ragkv.errors import ConfigError
 from ragkv.fidelity import Fidelity, measure_fidelity
 from ragkv.layout import PromptLayout, question_ids, tokenize_prompt
@@ -56,13 +56,14 @@ class Run:
 class BenchOptions:
     """What a benchmark measures.
 
-    Without `questions`, sentences of the text are to be continued. `steps` decode steps are timed, dense, recall and
+    Without `questions`, sentences of the text are to be continued; without `budget`, recall follows the recipe. `steps`
+    decode steps are timed, dense, recall and
     zero-context in turn.
     """
 
     text: str
     questions: Sequence[str] = ()
-    budget: int = DEFAULT_BUDGET
+    budget: int | None = None
     recipe: Recipe = field(default_factory=Recipe)
     layout: PromptLayout | None = None
     steps: int = 48

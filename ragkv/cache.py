@@ -9,24 +9,15 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 from ragkv.architecture import check_length
-from ragkv.archive import Archive, ArchivedLayer
+from ragkv.archive import Archive
 from ragkv.attention import AttentionCall, dense_attention, tag
 from ragkv.errors import ConfigError, ModelMismatchError
 from ragkv.kv import kv_nbytes
+from ragkv.layers import ArchivedLayer
+from ragkv.policy import RecallPolicy
 from ragkv.recall import Observer, recall_attention
 
-DEFAULT_BUDGET = 256
-"""Archived tokens recalled per KV head and query token."""
-
-QUESTION_SHARE = 1.5
-"""Question tokens are read once and shape all that follows: they recall this many times what an answer token does."""
-
 _NO_POSITIONS = "the model passes no position_ids to its attention, so the question's place cannot be checked"
-
-
-def question_budget(budget: int) -> int:
-    """Archived tokens that each question token recalls per KV head."""
-    return int(budget * QUESTION_SHARE)
 
 
 class ArchiveCache(Cache):
@@ -39,27 +30,38 @@ class ArchiveCache(Cache):
     ----------
     archive
         From `Archive.open`.
+    policy
+        What each answer token recalls per KV head; a question token recalls `QUESTION_SHARE` times as much. Defaults
+        to the policy of the archive's recipe. Whole clusters, so slightly more may come.
     budget
-        Archived tokens that each answer token recalls per KV head; a question token recalls `QUESTION_SHARE` times as
-        many. Whole clusters, so slightly more may come.
+        A number of tokens for every layer, in place of what the policy says.
     observer
         Receives what every layer recalled, see `RecallTrace`; None costs nothing.
 
     Raises
     ------
     ConfigError
-        If the budget is not a whole number of at least 1, or the model is not attached.
+        If the budget is not a whole number of at least 1, the policy names a layer that is not there, or the model is
+        not attached.
     """
 
-    def __init__(self, archive: Archive, *, budget: int = DEFAULT_BUDGET, observer: Observer | None = None) -> None:
-        if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
-            raise ConfigError(f"budget is {budget!r}; give a whole number of tokens of at least 1")
+    def __init__(
+        self,
+        archive: Archive,
+        *,
+        policy: RecallPolicy | None = None,
+        budget: int | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        policy = policy or archive.manifest.recipe.recall
+        policy = policy if budget is None else policy.with_budget(budget)
+        policy.check_layers(len(archive.layers))
         archive.require_attached()
         self.archive = archive
         layers: list[ArchiveCacheLayer] = []
         for layer in archive.layers:
             before = layers[-1] if layers else None
-            layers.append(ArchiveCacheLayer(archive, layer, budget, observer, before=before))
+            layers.append(ArchiveCacheLayer(archive, layer, policy, observer, before=before))
         super().__init__(layers=list(layers))
 
     @property
@@ -75,13 +77,14 @@ class ArchiveCacheLayer(DynamicLayer):
         self,
         archive: Archive,
         layer: ArchivedLayer,
-        budget: int,
+        policy: RecallPolicy,
         observer: Observer | None,
         *,
         before: ArchiveCacheLayer | None,
     ) -> None:
         super().__init__()
-        self._archive, self._layer, self._budget, self._observer = archive, layer, budget, observer
+        self._archive, self._policy, self._observer = archive, policy, observer
+        self._layer = archive.whole_layer(layer.index) if layer.index in policy.dense_layers else layer
         self._before = before
         self._checks_positions = layer.index == archive.first_full_layer  # its mask shows every local token
         self._attended = True
@@ -109,8 +112,8 @@ class ArchiveCacheLayer(DynamicLayer):
         if self._layer.window is None:
             n_rows = call.query.shape[2]
             reads_question = n_rows > 1 or n_rows == call.key.shape[2]
-            budget = question_budget(self._budget) if reads_question else self._budget
-            return recall_attention(call, self._layer, budget, self._observer)
+            limit = self._policy.limit(self._layer.index, question=reads_question)
+            return recall_attention(call, self._layer, limit, self._observer)
         return dense_attention(self._with_window(call, self._layer.window))
 
     def _check_model(self, call: AttentionCall) -> None:

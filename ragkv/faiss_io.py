@@ -10,8 +10,6 @@ import torch
 
 from ragkv.errors import ArchiveCorruptError, MissingExtraError
 
-_SCALAR_KINDS = {torch.bfloat16: "QT_bf16", torch.float16: "QT_fp16"}
-
 
 def faiss_kmeans(points: torch.Tensor, centroids: torch.Tensor, iterations: int, seed: int) -> torch.Tensor:
     """Refine `centroids` (n_heads, n_clusters, dim) on `points` (n_heads, n, dim), float32, one head after another.
@@ -36,28 +34,26 @@ def faiss_kmeans(points: torch.Tensor, centroids: torch.Tensor, iterations: int,
 
 
 def write_centroids(path: Path, centroids: torch.Tensor) -> None:
-    """Write centroids (n_rows, head_dim), bit for bit, as one flat inner-product FAISS index.
+    """Write centroids (n_rows, head_dim) as one inner-product FAISS index with a byte per number.
 
-    bfloat16 and float16 become scalar-quantiser codes of the same dtype, float32 a plain flat index.
+    Each dimension has its own range, from its smallest to its largest number.
     """
     faiss = _faiss()
-    dim = centroids.shape[1]
-    kind = _SCALAR_KINDS.get(centroids.dtype)
-    if kind is None:
-        index = faiss.IndexFlatIP(dim)
-    else:
-        index = faiss.IndexScalarQuantizer(dim, getattr(faiss.ScalarQuantizer, kind), faiss.METRIC_INNER_PRODUCT)
-    index.add(centroids.float().cpu().numpy())
+    rows = centroids.float().cpu().numpy()
+    kind = faiss.ScalarQuantizer.QT_8bit
+    index = faiss.IndexScalarQuantizer(centroids.shape[1], kind, faiss.METRIC_INNER_PRODUCT)
+    index.train(rows)
+    index.add(rows)
     path.write_bytes(faiss.serialize_index(index).tobytes())
 
 
-def read_centroids(path: Path, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    """Read a shard of `write_centroids` as a tensor of `shape` and `dtype`.
+def read_centroids(path: Path, shape: tuple[int, int]) -> torch.Tensor:
+    """Read a shard of `write_centroids`: float32 of `shape`, decoded as FAISS does.
 
     Raises
     ------
     ArchiveCorruptError
-        If FAISS cannot parse the file or it holds another number of rows, another dimension or another dtype.
+        If FAISS cannot parse the file or it holds another number of rows, another dimension or another kind of code.
     """
     faiss = _faiss()
     try:
@@ -66,12 +62,11 @@ def read_centroids(path: Path, shape: tuple[int, int], dtype: torch.dtype) -> to
         raise ArchiveCorruptError(f"{path.name}: not a FAISS index that can be read") from error
     if (index.ntotal, index.d) != shape:
         raise ArchiveCorruptError(f"{path.name}: holds {index.ntotal} x {index.d} centroids, the manifest says {shape}")
-    codes = getattr(index, "codes", None)
-    n_bytes = shape[0] * shape[1] * dtype.itemsize
-    if codes is None or codes.size() != n_bytes:
-        raise ArchiveCorruptError(f"{path.name}: centroids are not stored as {dtype}")
-    raw = faiss.vector_to_array(codes)
-    return torch.from_numpy(raw).view(dtype).reshape(shape) if n_bytes else torch.empty(shape, dtype=dtype)
+    if not isinstance(index, faiss.IndexScalarQuantizer) or index.sq.qtype != faiss.ScalarQuantizer.QT_8bit:
+        raise ArchiveCorruptError(f"{path.name}: centroids are not stored as one byte per number")
+    low, width = faiss.vector_to_array(index.sq.trained).reshape(2, shape[1])
+    codes = faiss.vector_to_array(index.codes).reshape(shape)
+    return torch.from_numpy(low + (codes.astype(np.float32) + np.float32(0.5)) / np.float32(255) * width)
 
 
 def _faiss() -> ModuleType:

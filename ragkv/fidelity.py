@@ -12,6 +12,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from ragkv.archive import Archive
 from ragkv.cache import ArchiveCache
 from ragkv.layout import question_ids
+from ragkv.policy import RecallPolicy
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ def measure_fidelity(
     dense: DynamicCache,
     questions: Sequence[str],
     *,
-    budget: int,
+    policy: RecallPolicy | None = None,
+    budget: int | None = None,
     max_new_tokens: int = 24,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Fidelity:
@@ -49,7 +51,7 @@ def measure_fidelity(
     for done, question in enumerate(questions):
         inputs = archive.pad([question_ids(tokenizer, layout, question)])
         answer, dense_logits = _dense_answer(archive, inputs, copy.deepcopy(dense), max_new_tokens)
-        logits = _forced(model, inputs, ArchiveCache(archive, budget=budget), answer)
+        logits = _forced(model, inputs, ArchiveCache(archive, policy=policy, budget=budget), answer)
         kl_by_question.append(kl_divergence(dense_logits, logits))
         hit_by_question.append(agreement(dense_logits, logits))
         if on_progress is not None:

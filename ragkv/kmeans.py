@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -45,6 +46,11 @@ class Clusters:
     n_clusters: torch.Tensor
     asked: int
 
+    @cached_property
+    def sizes(self) -> torch.Tensor:
+        """Tokens of each cluster: (n_kv_heads, most clusters of a head) int64, 0 where a head has fewer."""
+        return group_sizes(self.labels, int(self.n_clusters.max()))
+
 
 def cluster_keys(
     keys: torch.Tensor,
@@ -73,7 +79,7 @@ def cluster_keys(
     n_kv_heads, n_tokens, _ = keys.shape
     labels = torch.empty(n_kv_heads, n_tokens, dtype=torch.int64, device=keys.device)
     asked = 0
-    metric = None if query_moment is None else _metric(query_moment)
+    metric = None if query_moment is None else query_metric(query_moment)
     for start, stop in _segments(n_tokens, recipe.segment_tokens):
         points = _centred(keys[:, start:stop].float())
         points = points if metric is None else points @ metric
@@ -101,7 +107,7 @@ def _value_points(points: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return values @ axes[..., -VALUE_AXES:].float() * factor[:, None, None]
 
 
-def _metric(query_moment: torch.Tensor) -> torch.Tensor:
+def query_metric(query_moment: torch.Tensor) -> torch.Tensor:
     """Symmetric square root A of the blended moment: |A (k - m)|^2 is the distance that queries see."""
     moment = query_moment.double()
     size = moment.diagonal(dim1=1, dim2=2).mean(1).clamp_min(torch.finfo(torch.float32).tiny)

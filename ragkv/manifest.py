@@ -1,6 +1,6 @@
 """The manifest of an archive: what was built, from what, and the checksum of every file.
 
-Format version 1 is written up in ``indexes/FORMAT.md``. The manifest is written last; a folder without one is not an
+The format is written up in ``indexes/FORMAT.md``. The manifest is written last; a folder without one is not an
 archive. It carries a checksum of itself.
 """
 
@@ -19,7 +19,7 @@ from ragkv.ledger import dtype_bytes
 from ragkv.recipe import Recipe
 
 FORMAT_NAME = "ragkv-archive"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 TOKENS_FILE = "tokens.parquet"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -27,7 +27,10 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True)
 class LayerEntry:
-    """One decoder layer: its shapes and, for a global layer, the clusters of each KV head."""
+    """One decoder layer: its shapes and, for a global layer, the clusters of each KV head and how its rows are coded.
+
+    ``key_widths`` and ``value_widths`` count the coefficients of 8, 4 and 2 bits; empty where the tensor is lossless.
+    """
 
     index: int
     window: int | None
@@ -36,10 +39,20 @@ class LayerEntry:
     value_dim: int
     exact_tokens: int
     clusters: tuple[int, ...]
+    key_widths: tuple[int, ...] = ()
+    value_widths: tuple[int, ...] = ()
+
+    @property
+    def exact_file(self) -> str:
+        return f"layers/{self.index:03d}.exact.parquet"
 
     @property
     def rows_file(self) -> str:
         return f"layers/{self.index:03d}.rows.parquet"
+
+    @property
+    def bases_file(self) -> str:
+        return f"layers/{self.index:03d}.bases.parquet"
 
     @property
     def prototypes_file(self) -> str:
@@ -50,7 +63,9 @@ class LayerEntry:
         return f"layers/{self.index:03d}.centroids.faiss"
 
     def files(self) -> tuple[str, ...]:
-        return (self.rows_file, self.prototypes_file, self.centroids_file) if self.clusters else (self.rows_file,)
+        if not self.clusters:
+            return (self.exact_file,)
+        return (self.exact_file, self.rows_file, self.prototypes_file, self.centroids_file, self.bases_file)
 
 
 @dataclass(frozen=True)
@@ -150,7 +165,8 @@ class Manifest:
             raise ArchiveFormatError(f"{MANIFEST_FILE}: not a {FORMAT_NAME} manifest")
         if body.get("version") != FORMAT_VERSION:
             raise ArchiveFormatError(
-                f"{MANIFEST_FILE}: format version {body.get('version')!r}, this release reads {FORMAT_VERSION}"
+                f"{MANIFEST_FILE}: format version {body.get('version')!r}, this release reads {FORMAT_VERSION}; "
+                "build the archive again"
             )
         if body.pop("sha256", None) != _digest(body):
             raise ArchiveCorruptError(f"{MANIFEST_FILE}: its own checksum does not hold; the manifest was altered")
@@ -163,7 +179,10 @@ class Manifest:
     def _from_body(cls, body: dict[str, Any]) -> Manifest:
         model = dict(body["model"])
         name = model.pop("name")
-        layers = tuple(LayerEntry(**{**entry, "clusters": tuple(entry["clusters"])}) for entry in body["layers"])
+        lists = ("clusters", "key_widths", "value_widths")
+        layers = tuple(
+            LayerEntry(**{**entry, **{name: tuple(entry[name]) for name in lists}}) for entry in body["layers"]
+        )
         manifest = cls(
             created_by=body["created_by"],
             model_name=name,
@@ -235,10 +254,14 @@ def _check_kinds(manifest: Manifest) -> None:
     texts |= {"layout.prefix": manifest.layout.prefix, "layout.question": manifest.layout.question}
     texts |= {f"layout.stop[{place}]": text for place, text in enumerate(manifest.layout.stop)}
     for place, layer in enumerate(manifest.layers):
-        numbers |= {f"layers[{place}].{name}": value for name, value in asdict(layer).items() if name != "clusters"}
-        if layer.window is None:
-            del numbers[f"layers[{place}].window"]
-        numbers |= {f"layers[{place}].clusters[{head}]": count for head, count in enumerate(layer.clusters)}
+        for name, value in asdict(layer).items():
+            if isinstance(value, tuple):
+                numbers |= {f"layers[{place}].{name}[{index}]": number for index, number in enumerate(value)}
+            elif name != "window" or value is not None:
+                numbers[f"layers[{place}].{name}"] = value
+        for name, widths in (("key_widths", layer.key_widths), ("value_widths", layer.value_widths)):
+            if len(widths) not in (0, 3) or (widths and not layer.clusters):
+                raise ValueError(f"layers[{place}].{name} is {list(widths)}; three counts in a layer with clusters")
         if len(layer.clusters) not in (0, layer.n_kv_heads):
             raise ValueError(f"layers[{place}].clusters has {len(layer.clusters)} entries for {layer.n_kv_heads} heads")
     for path, entry in manifest.files.items():

@@ -3,7 +3,11 @@
 Every row (one query token of one sequence) chooses its own clusters per KV head: by the softmax mass that the query
 heads of the group put on a prototype, times how badly the prototype stands in for its cluster. A cluster that is not
 recalled takes part as one pseudo-token with the centroid as key, the mean value as value, and log(size) plus a small
-correction for the spread of the cluster added to the logit. With every cluster recalled the result is dense attention.
+correction for the spread of the cluster added to the logit. With every cluster recalled the result is dense attention
+over the keys and values as they are stored.
+
+Coded tokens are never decoded: their logit is the prototype's plus the product of the transformed query with the codes,
+and the weighted sum of value codes is transformed back once per row.
 """
 
 from __future__ import annotations
@@ -13,8 +17,10 @@ from typing import Protocol
 
 import torch
 
-from ragkv.archive import ArchivedLayer, RecallTables
 from ragkv.attention import AttentionCall, cap
+from ragkv.layers import ArchivedLayer, RecallTables
+from ragkv.payload import Numbers, Payload
+from ragkv.policy import Limit
 
 _BLOCK_FLOATS = 1 << 22  # logits or recalled values held at once; longer questions are attended in blocks of rows
 
@@ -39,6 +45,19 @@ class Choice:
         return torch.where(self.kept & (self.ends > self.begins), self.clusters, -1)
 
 
+@dataclass(frozen=True)
+class Recalled:
+    """Tokens that rows recall, filled up to the row with most.
+
+    ``rows`` (n_kv_heads, n_rows, width, row_bytes) uint8; ``real`` (n_kv_heads, n_rows, width) boolean, true for
+    tokens that are not filling; ``cluster`` (n_kv_heads, n_rows, width) int64 that each token is of.
+    """
+
+    rows: torch.Tensor
+    real: torch.Tensor
+    cluster: torch.Tensor
+
+
 class Observer(Protocol):
     """Receives what one block of rows recalled in one layer; None in its place costs nothing.
 
@@ -51,46 +70,52 @@ class Observer(Protocol):
 
 
 def recall_attention(
-    call: AttentionCall, layer: ArchivedLayer, budget: int, observer: Observer | None = None
+    call: AttentionCall, layer: ArchivedLayer, limit: Limit, observer: Observer | None = None
 ) -> torch.Tensor:
     """Attend to archive and local keys: (batch, n_query_heads, n_rows, value_dim) in the query's dtype.
 
-    `budget` is the number of archived tokens that each row recalls per KV head; the last cluster is recalled whole.
+    `limit` says what each row recalls per KV head; the last cluster is recalled whole.
     """
     batch, n_query_heads, n_rows, head_dim = call.query.shape
     per_row = batch * n_query_heads * (layer.keys.shape[1] + call.key.shape[2])
     if layer.recall is not None:
-        width = min(budget + layer.recall.largest, layer.recall.n_tokens)
+        width = min(limit.tokens, limit.candidates(layer.recall.n_clusters) * layer.recall.largest)
+        width = min(width + layer.recall.largest, layer.recall.n_tokens)
         per_row = max(per_row, batch * layer.keys.shape[0] * width * 2 * head_dim)
     block = max(1, _BLOCK_FLOATS // max(1, per_row))
     if block >= n_rows:
-        return _attend_rows(call, layer, budget, slice(0, n_rows), observer)
+        return _attend_rows(call, layer, limit, slice(0, n_rows), observer)
     starts = range(0, n_rows, block)
-    parts = [_attend_rows(call, layer, budget, slice(at, min(at + block, n_rows)), observer) for at in starts]
+    parts = [_attend_rows(call, layer, limit, slice(at, min(at + block, n_rows)), observer) for at in starts]
     return torch.cat(parts, dim=2)
 
 
-def choose_clusters(mass: torch.Tensor, sizes: torch.Tensor, budget: int, *, padded: bool = True) -> Choice:
-    """Take whole clusters in descending order of `mass` until `budget` tokens are reached.
+def choose_clusters(
+    mass: torch.Tensor, sizes: torch.Tensor, limit: Limit, *, priority: torch.Tensor | None = None, padded: bool = True
+) -> Choice:
+    """Take whole clusters in descending order of `mass` times `priority` until the limit is reached.
 
-    `mass` (n_kv_heads, n_rows, n_clusters), `sizes` (n_kv_heads, n_clusters); `padded` says that some sizes are 0.
+    `mass` (n_kv_heads, n_rows, n_clusters) is the estimated share of the attention, summed over a group of query heads
+    (only its order counts unless the limit is one of mass); `sizes` and `priority` (n_kv_heads, n_clusters); `padded`
+    says that some sizes are 0.
     """
+    worth = mass if priority is None else mass * priority.unsqueeze(1)
     if padded:  # behind real clusters whose mass underflowed to 0
-        mass = mass.masked_fill(sizes.unsqueeze(1) == 0, -1)
-    clusters = mass.topk(min(mass.shape[-1], budget), dim=-1).indices
+        worth = worth.masked_fill(sizes.unsqueeze(1) == 0, -1)
+    clusters = worth.topk(limit.candidates(mass.shape[-1]), dim=-1).indices
     held = sizes.unsqueeze(1).expand(-1, mass.shape[1], -1).gather(2, clusters)
     ends = held.cumsum(-1)
     begins = ends - held
-    kept = begins < budget
+    kept = begins < limit.tokens
+    if limit.mass is not None:
+        taken = mass.gather(2, clusters)
+        left = mass.sum(-1, keepdim=True) - (taken.cumsum(-1) - taken)  # estimated before each is taken
+        kept &= (begins < limit.floor) | (left > 1 - limit.mass)
     return Choice(clusters, kept, begins, ends, tokens=(held * kept).sum(-1))
 
 
-def gather_rows(table: RecallTables, choice: Choice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fetch the keys and values of the chosen clusters from the payload.
-
-    Returns (n_kv_heads, n_rows, width, key_dim + value_dim) in the payload's dtype, keys first, and a boolean
-    (n_kv_heads, n_rows, width) that is true for real tokens: rows that recall fewer than the widest are filled up.
-    """
+def gather_rows(table: RecallTables, choice: Choice) -> Recalled:
+    """Fetch the rows of the chosen clusters; every row of a query recalls at least one cluster."""
     n_kv_heads, n_rows, _ = choice.clusters.shape
     slots = torch.arange(int(choice.tokens.max()), device=choice.ends.device)
     tokens = choice.tokens.unsqueeze(-1)
@@ -99,42 +124,77 @@ def gather_rows(table: RecallTables, choice: Choice) -> tuple[torch.Tensor, torc
     start = table.address.unsqueeze(1).expand(-1, n_rows, -1).gather(2, choice.clusters)
     start -= choice.begins * table.row_bytes
     byte = start.gather(2, place).add_(wanted, alpha=table.row_bytes).view(-1)
-    n_starts = table.payload.shape[0] - table.row_bytes + 1
-    runs = table.payload.as_strided((n_starts, table.row_bytes), (1, 1))  # a row may start at any byte of the file
-    raw = runs.index_select(0, byte.to(table.payload.device)).to(slots.device)
-    return raw.view(table.payload_dtype).view(n_kv_heads, n_rows, slots.shape[0], -1), slots < tokens
+    n_starts = table.mapped.shape[0] - table.row_bytes + 1
+    runs = table.mapped.as_strided((n_starts, table.row_bytes), (1, 1))  # a row may start at any byte of the file
+    raw = runs.index_select(0, byte.to(table.mapped.device)).to(slots.device)
+    return Recalled(
+        rows=raw.view(n_kv_heads, n_rows, slots.shape[0], -1),
+        real=slots < tokens,
+        cluster=choice.clusters.gather(2, place),
+    )
 
 
 def _attend_rows(
-    call: AttentionCall, layer: ArchivedLayer, budget: int, rows: slice, observer: Observer | None
+    call: AttentionCall, layer: ArchivedLayer, limit: Limit, rows: slice, observer: Observer | None
 ) -> torch.Tensor:
     """Attention of some rows: (batch, n_query_heads, rows, value_dim)."""
     view = _RowView(call, layer.keys.shape[0], rows)
     n_held, n_local = layer.keys.shape[1], call.key.shape[2]
-    parts = [view.shared_logits(layer.keys, layer.bias), view.local_logits()]
+    table, recalled = layer.recall, None
+    products = view.shared_products(layer.keys)
+    held = cap(products, call.softcap)
+    held = held if layer.bias is None else held + layer.bias[:, None, None]
+    parts = [held, view.local_logits()]
     if view.sinks is not None:
         parts.append(view.sinks)
     logits = torch.cat(parts, dim=-1)  # (n_kv_heads, n_rows, group, n_held + n_local (+ 1))
-    table, recalled = layer.recall, None
     if table is not None:
-        mass = logits.softmax(-1)[..., : table.n_clusters].sum(2)
-        choice = choose_clusters(mass.mul_(table.priority.unsqueeze(1)), table.sizes, budget, padded=table.padded)
-        rows_read, real = gather_rows(table, choice)
-        recalled = rows_read.float()
-        near = cap(view.query @ recalled[..., : table.key_dim].transpose(-1, -2), call.softcap)
-        near.masked_fill_(~real.unsqueeze(2), -torch.inf)
+        mass = logits.softmax(-1)[..., : table.n_clusters].mean(2)
+        choice = choose_clusters(mass, table.sizes, limit, priority=table.priority, padded=table.padded)
+        recalled = gather_rows(table, choice)
+        near = cap(_near_products(view.query, table.payload, recalled, products), call.softcap)
+        near = near.masked_fill(~recalled.real.unsqueeze(2), -torch.inf)
         hit = torch.zeros_like(mass, dtype=torch.bool).scatter_(2, choice.clusters, choice.kept)
         logits[..., : table.n_clusters].masked_fill_(hit.unsqueeze(2), -torch.inf)
         logits = torch.cat([logits, near], dim=-1)
     weights = logits.softmax(-1)
-    attended = view.shared_product(weights[..., :n_held], layer.values)
-    attended += view.local_product(weights[..., n_held : n_held + n_local])
+    attended = view.shared_sum(weights[..., :n_held], layer.values)
+    attended += view.local_sum(weights[..., n_held : n_held + n_local])
     if table is not None and recalled is not None:
-        attended += weights[..., -recalled.shape[2] :] @ recalled[..., table.key_dim :]
+        attended += _near_sum(weights[..., -recalled.real.shape[2] :], table.payload, recalled)
         if observer is not None:
             estimated = weights[..., : table.n_clusters].sum(-1)
             observer.on_recall(layer, choice, estimated.mean(2), begins=rows.start == 0)
     return view.unpack(attended)
+
+
+def _near_products(query: torch.Tensor, payload: Payload, recalled: Recalled, products: torch.Tensor) -> torch.Tensor:
+    """Products of queries (n_kv_heads, n_rows, group, head_dim) with recalled keys: (n_kv_heads, n_rows, group, width).
+
+    `products` are those with the centroids, which the products of residuals add to.
+    """
+    keys, basis = payload.keys(recalled.rows), payload.key_basis
+    if basis is None:
+        return query @ keys.numbers.transpose(-1, -2)
+    coefficients = query.flatten(1, 2) @ basis.rows.transpose(1, 2)
+    own = coefficients.view(*query.shape[:3], -1) @ keys.numbers.transpose(-1, -2)
+    base = products.gather(3, recalled.cluster.unsqueeze(2).expand(-1, -1, query.shape[2], -1))
+    return base.add_(_scaled(own, keys))
+
+
+def _near_sum(weights: torch.Tensor, payload: Payload, recalled: Recalled) -> torch.Tensor:
+    """Recalled values summed with `weights` (n_kv_heads, n_rows, group, width): (..., group, value_dim)."""
+    values, basis = payload.values(recalled.rows), payload.value_basis
+    summed = _scaled(weights, values) @ values.numbers
+    if basis is None:
+        return summed
+    back = (summed.flatten(1, 2) @ basis.rows).view(*weights.shape[:3], -1)
+    return back + weights.sum(-1, keepdim=True) * basis.mean[:, None, None]
+
+
+def _scaled(weights: torch.Tensor, numbers: Numbers) -> torch.Tensor:
+    """(n_kv_heads, n_rows, group, width) times the scale of each token."""
+    return weights if numbers.scale is None else weights * numbers.scale.unsqueeze(2)
 
 
 class _RowView:
@@ -155,12 +215,10 @@ class _RowView:
             self.sinks = sinks.expand(-1, self.query.shape[1], -1, -1)
         self._call, self._rows = call, rows
 
-    def shared_logits(self, keys: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Logits against keys that all rows share (n_kv_heads, n, head_dim): (n_kv_heads, n_rows, group, n)."""
+    def shared_products(self, keys: torch.Tensor) -> torch.Tensor:
+        """Products with keys that all rows share (n_kv_heads, n, head_dim): (n_kv_heads, n_rows, group, n)."""
         flat = self.query.view(self.heads, -1, self.query.shape[-1])
-        logits = cap(torch.bmm(flat, keys.float().transpose(1, 2)), self._call.softcap)
-        logits = logits if bias is None else logits.add_(bias.unsqueeze(1))
-        return logits.view(*self.query.shape[:3], -1)
+        return torch.bmm(flat, keys.float().transpose(1, 2)).view(*self.query.shape[:3], -1)
 
     def local_logits(self) -> torch.Tensor:
         """Masked logits against the local keys of each sequence: (n_kv_heads, n_rows, group, n_local)."""
@@ -173,11 +231,11 @@ class _RowView:
             logits = logits.masked_fill_(~mask.unsqueeze(3), -torch.inf)
         return logits.transpose(0, 1).reshape(*self.query.shape[:3], -1)
 
-    def shared_product(self, weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def shared_sum(self, weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Weighted sum of values that all rows share: (n_kv_heads, n_rows, group, value_dim)."""
         return torch.bmm(weights.flatten(1, 2), values.float()).view(*weights.shape[:3], -1)
 
-    def local_product(self, weights: torch.Tensor) -> torch.Tensor:
+    def local_sum(self, weights: torch.Tensor) -> torch.Tensor:
         """Weighted sum of each sequence's local values: (n_kv_heads, n_rows, group, value_dim)."""
         by_sequence = weights.reshape(self.heads, self.batch, self.rows * self.group, -1).transpose(0, 1)
         out = by_sequence @ self._call.value.float()  # (batch, n_kv_heads, rows * group, value_dim)

@@ -1,22 +1,26 @@
-"""How an archive is built: one frozen, validated configuration that round-trips to TOML and JSON."""
+"""How an archive is built and recalled: one frozen, validated configuration that round-trips to TOML and JSON."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ragkv.errors import ConfigError
+from ragkv.policy import RecallPolicy
 
 CLUSTERERS = ("auto", "torch", "faiss")
-CODECS = ("lossless",)
+CODECS = ("lossless", "int8", "int4", "int3", "int2")
+_TENSOR_CODECS = ("key_codec", "value_codec")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The choices that decide the bytes of an archive.
+    """The choices that decide the bytes of an archive, and how it is recalled unless a request says otherwise.
 
     Parameters
     ----------
@@ -35,8 +39,13 @@ class Recipe:
         The first tokens of the prompt that are always attended exactly, when the prefix has fewer.
     window_tokens
         The last tokens of the document that are always attended exactly.
-    codec
-        How keys and values are stored; ``lossless`` keeps the bits of the model's dtype.
+    key_codec, value_codec
+        How the keys and values of archived tokens are stored: ``lossless`` keeps the bits of the model's dtype, the
+        others take 8, 4, 3 or 2 bits per number on average. Tokens that are always attended exactly stay lossless.
+    layer_codecs
+        Layer index (as text) to ``{key_codec = ..., value_codec = ...}`` of its own; either may be left out.
+    recall
+        What is recalled by default.
     """
 
     tokens_per_cluster: int = 8
@@ -46,7 +55,10 @@ class Recipe:
     seed: int = 0
     sink_tokens: int = 16
     window_tokens: int = 64
-    codec: str = "lossless"
+    key_codec: str = "int3"
+    value_codec: str = "int3"
+    layer_codecs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    recall: RecallPolicy = field(default_factory=RecallPolicy)
 
     def __post_init__(self) -> None:
         for name, low in (
@@ -60,23 +72,46 @@ class Recipe:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ConfigError(f"recipe: {name} is {value!r}; give a whole number of at least {low}")
-        for name, allowed in (("clusterer", CLUSTERERS), ("codec", CODECS)):
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ConfigError(f"recipe: {name} is {value!r}; give one of {', '.join(allowed)}")
+        for name, allowed in (("clusterer", CLUSTERERS), ("key_codec", CODECS), ("value_codec", CODECS)):
+            _check_choice(name, getattr(self, name), allowed)
+        if not isinstance(self.layer_codecs, Mapping):
+            raise ConfigError(f"recipe: layer_codecs is {self.layer_codecs!r}; give a table of layer numbers")
+        for layer, own in self.layer_codecs.items():
+            if not str(layer).isdecimal() or not isinstance(own, Mapping) or not set(own) <= set(_TENSOR_CODECS):
+                raise ConfigError(
+                    f"recipe: layer_codecs has {layer!r} = {own!r}; give a layer number and key_codec, value_codec"
+                )
+            for name, value in own.items():
+                _check_choice(f"layer_codecs.{layer}.{name}", value, CODECS)
+        object.__setattr__(self, "layer_codecs", {layer: dict(own) for layer, own in self.layer_codecs.items()})
+
+    def codecs(self, layer: int) -> tuple[str, str]:
+        """Codec of keys and codec of values in `layer`."""
+        own = self.layer_codecs.get(str(layer), {})
+        return own.get("key_codec", self.key_codec), own.get("value_codec", self.value_codec)
+
+    def check_layers(self, n_layers: int) -> None:
+        """Refuse layers that the model does not have."""
+        for layer in map(int, self.layer_codecs):
+            if layer >= n_layers:
+                raise ConfigError(f"recipe: there is no layer {layer}; the model has layers 0 to {n_layers - 1}")
+        self.recall.check_layers(n_layers)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Recipe:
+    def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
         """Build a recipe from plain values; unknown keys are refused."""
-        known = {field.name for field in dataclasses.fields(cls)}
+        known = {each.name for each in dataclasses.fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
             raise ConfigError(f"recipe: unknown key {unknown[0]!r}; known are {', '.join(sorted(known))}")
-        return cls(**values)
+        recall = values.get("recall", {})
+        if not isinstance(recall, Mapping):
+            raise ConfigError(f"recipe: recall is {recall!r}; give a table, [recall]")
+        return cls(**{**values, "recall": RecallPolicy.from_dict(recall)})
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Recipe:
-        """Read a recipe file: a TOML table of the parameters above."""
+        """Read a recipe file: a TOML table of the parameters above, with `recall` as the table ``[recall]``."""
         try:
             text = Path(path).read_text(encoding="utf-8")
         except OSError as error:
@@ -89,11 +124,25 @@ class Recipe:
             raise ConfigError(f"recipe file {str(path)!r} is not valid TOML: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return {**dataclasses.asdict(self), "recall": self.recall.to_dict()}
 
     def to_toml(self) -> str:
         """The recipe as TOML text that `from_toml` reads back to an equal recipe."""
-        lines = []
-        for name, value in self.to_dict().items():
-            lines.append(f'{name} = "{value}"' if isinstance(value, str) else f"{name} = {value}")
-        return "\n".join(lines) + "\n"
+        return "\n".join(_toml_lines(self.to_dict(), "")) + "\n"
+
+
+def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"recipe: {name} is {value!r}; give one of {', '.join(allowed)}")
+
+
+def _toml_lines(values: Mapping[str, Any], table: str) -> list[str]:
+    """Plain keys first, then a table for each mapping that is not empty."""
+    lines = [f"{name} = {json.dumps(value)}" for name, value in values.items() if not isinstance(value, Mapping)]
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            path = f"{table}.{name}" if table else name
+            inner = _toml_lines(value, path)
+            has_own_keys = any(not isinstance(each, Mapping) for each in value.values())
+            lines += ["", f"[{path}]", *inner] if has_own_keys else inner
+    return lines

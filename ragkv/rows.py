@@ -1,9 +1,9 @@
-"""Layer files: keys and values as Parquet rows, and their bytes mapped straight out of the file.
+"""Row files: tokens of a layer as Parquet rows, and their bytes mapped straight out of the file.
 
-Row group 0 holds the tokens that are always attended exactly; every further row group holds whole clusters of one KV
-head. The column ``key_value`` (a token's key and then its value) is PLAIN, uncompressed and without nulls, one page to
-a column chunk, so a cluster's rows are one run of bytes at an address that the Parquet footer gives: recall reads them
-from the mapped file, undecoded.
+The column ``key_value`` (a token's key and then its value, as `Payload` lays them out) is PLAIN, uncompressed and
+without nulls, one page to a column chunk. In a file of archived rows every row group holds whole clusters of one KV
+head, so a cluster's rows are one run of bytes at an address that the Parquet footer gives: recall reads them from the
+mapped file, undecoded.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import pyarrow.parquet as pq
 import torch
 
 from ragkv.errors import ArchiveCorruptError
+from ragkv.payload import to_numpy
 
 EXACT = -1
 """Cluster number of rows that are always attended exactly."""
 
 ROW_GROUP_ROWS = 2048
-"""A row group is closed once it has this many rows; clusters are never split."""
+"""A row group of archived rows is closed once it has this many; clusters are never split."""
 
 _MADV_POPULATE_READ = 22  # from Linux's mman.h; the mmap module has no name for it
 _MAX_PAGE_HEADER = 256
@@ -38,21 +39,20 @@ _KEY_VALUE_COLUMN = 3
 class Rows:
     """Tokens of one layer in file order.
 
-    ``kv_head``, ``cluster``, ``position`` (n_rows,) int64; ``keys`` (n_rows, key_dim); ``values`` (n_rows, value_dim).
+    ``kv_head``, ``cluster``, ``position`` (n_rows,) int64; ``payload`` (n_rows, row_bytes) uint8.
     """
 
     kv_head: torch.Tensor
     cluster: torch.Tensor
     position: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
+    payload: torch.Tensor
 
 
 @dataclass(frozen=True)
 class RowGroups:
-    """Where the archived rows of a layer file lie, one entry per row group (that of the exact rows left out).
+    """Where the rows of a file lie, one entry per row group.
 
-    ``first_row`` and ``n_rows`` count archived rows; ``first_byte`` is the file offset of the first of them.
+    ``first_row`` and ``n_rows`` count rows; ``first_byte`` is the file offset of the first of them.
     """
 
     first_row: tuple[int, ...]
@@ -60,12 +60,13 @@ class RowGroups:
     first_byte: tuple[int, ...]
 
 
-def write_rows(path: Path, exact: Rows, archived: Rows | None, sizes: list[list[int]]) -> None:
-    """Write a layer file.
+def write_rows(path: Path, rows: Rows, sizes: list[list[int]] | None = None) -> None:
+    """Write a row file.
 
-    `archived` rows are in order of KV head and then cluster, `sizes[head][cluster]` of them each.
+    Archived rows are in order of KV head and then cluster, ``sizes[head][cluster]`` of them each, which is where row
+    groups may be closed; without `sizes` all rows are one row group.
     """
-    schema = _schema((exact.keys.shape[1] + exact.values.shape[1]) * exact.keys.element_size())
+    schema = _schema(rows.payload.shape[1])
     options = {
         "compression": "none",
         "use_dictionary": ["kv_head"],
@@ -78,36 +79,30 @@ def write_rows(path: Path, exact: Rows, archived: Rows | None, sizes: list[list[
         "data_page_size": _PAGE_BYTES,
         "max_rows_per_page": _MAX_ROWS_PER_PAGE,
     }
+    table = _table(rows, schema)
+    cuts = [(0, table.num_rows)] if sizes is None else _group_cuts(sizes)
     with pq.ParquetWriter(path, schema, **options) as writer:
-        table = _table(exact, schema)
-        writer.write_table(table, row_group_size=max(1, table.num_rows))
-        if archived is not None:
-            table = _table(archived, schema)
-            for start, stop in _group_cuts(sizes):
-                writer.write_table(table.slice(start, stop - start), row_group_size=stop - start)
+        for start, stop in cuts:
+            writer.write_table(table.slice(start, stop - start), row_group_size=max(1, stop - start))
 
 
-def read_rows(path: Path, key_dim: int, dtype: torch.dtype, *, exact_only: bool) -> Rows:
-    """Decode a layer file with the Parquet reader: row group 0, or all of them."""
-    with pq.ParquetFile(path) as file:
-        groups = [0] if exact_only else list(range(file.num_row_groups))
-        table = file.read_row_groups(groups)
+def read_rows(path: Path) -> Rows:
+    """Decode a row file with the Parquet reader."""
+    table = pq.read_table(path)
 
     def integers(name: str) -> torch.Tensor:
         return torch.from_numpy(table.column(name).to_numpy().astype(np.int64))
 
-    both = binary_to_tensor(table.column("key_value"), dtype)
     return Rows(
         kv_head=integers("kv_head"),
         cluster=integers("cluster"),
         position=integers("position"),
-        keys=both[:, :key_dim],
-        values=both[:, key_dim:],
+        payload=read_binary(table.column("key_value")),
     )
 
 
 def row_groups(path: Path, row_bytes: int) -> RowGroups:
-    """Find the archived rows from the Parquet footer.
+    """Find the rows of a file from the Parquet footer.
 
     Raises
     ------
@@ -115,7 +110,7 @@ def row_groups(path: Path, row_bytes: int) -> RowGroups:
         If a column chunk is not one uncompressed PLAIN page of rows of `row_bytes` bytes.
     """
     metadata = pq.read_metadata(path)
-    groups = [metadata.row_group(index) for index in range(1, metadata.num_row_groups)]
+    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     n_rows = [group.num_rows for group in groups]
     return RowGroups(
         first_row=tuple(accumulate(n_rows, initial=0))[:-1],
@@ -136,15 +131,29 @@ def map_file(path: Path) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(mapped, dtype=np.uint8))
 
 
-def to_bits(tensor: torch.Tensor) -> np.ndarray:
-    """(n_rows, dim) of any floating dtype as (n_rows, dim * itemsize) uint8, bit for bit."""
-    return tensor.detach().cpu().contiguous().view(torch.uint8).reshape(tensor.shape[0], -1).numpy()
+def mapped_rows(mapped: torch.Tensor, groups: RowGroups, row_bytes: int) -> torch.Tensor:
+    """All rows of a mapped file, in order: (n_rows, row_bytes) uint8."""
+    runs = [
+        mapped[at : at + n_rows * row_bytes].view(n_rows, row_bytes)
+        for at, n_rows in zip(groups.first_byte, groups.n_rows, strict=True)
+    ]
+    return torch.cat(runs)
 
 
-def binary_column(tensor: torch.Tensor) -> pa.Array:
-    """(n_rows, dim) as a fixed-size binary Arrow array without copying more than once."""
-    bits = to_bits(tensor)
+def binary_column(raw: torch.Tensor) -> pa.Array:
+    """(n_rows, n_bytes) uint8 as a fixed-size binary Arrow array without copying more than once."""
+    bits = to_numpy(raw)
     return pa.FixedSizeBinaryArray.from_buffers(pa.binary(bits.shape[1]), bits.shape[0], [None, pa.py_buffer(bits)])
+
+
+def read_binary(column: pa.ChunkedArray) -> torch.Tensor:
+    """A fixed-size binary column as (n_rows, n_bytes) uint8."""
+    width = column.type.byte_width
+    array = column.combine_chunks()
+    if isinstance(array, pa.ChunkedArray):  # no rows at all
+        return torch.empty(0, width, dtype=torch.uint8)
+    raw = np.frombuffer(array.buffers()[1], dtype=np.uint8, count=len(array) * width, offset=array.offset * width)
+    return torch.from_numpy(raw.copy()).reshape(len(array), width)
 
 
 def _schema(row_bytes: int) -> pa.Schema:
@@ -161,8 +170,7 @@ def _schema(row_bytes: int) -> pa.Schema:
 def _table(rows: Rows, schema: pa.Schema) -> pa.Table:
     integers = [rows.kv_head, rows.cluster, rows.position]
     columns = [pa.array(column.cpu().numpy().astype(np.int32)) for column in integers]
-    both = binary_column(torch.cat([rows.keys, rows.values], dim=1))
-    return pa.Table.from_arrays([*columns, both], schema=schema)
+    return pa.Table.from_arrays([*columns, binary_column(rows.payload)], schema=schema)
 
 
 def _group_cuts(sizes: list[list[int]]) -> list[tuple[int, int]]:
@@ -178,15 +186,6 @@ def _group_cuts(sizes: list[list[int]]) -> list[tuple[int, int]]:
             cuts.append((start, stop))
             start = stop
     return cuts
-
-
-def binary_to_tensor(column: pa.ChunkedArray, dtype: torch.dtype) -> torch.Tensor:
-    array = column.combine_chunks()
-    if isinstance(array, pa.ChunkedArray):  # no rows at all
-        return torch.empty(0, column.type.byte_width // dtype.itemsize, dtype=dtype)
-    width = array.type.byte_width
-    raw = np.frombuffer(array.buffers()[1], dtype=np.uint8, count=len(array) * width, offset=array.offset * width)
-    return torch.from_numpy(raw.copy()).view(dtype).reshape(len(array), width // dtype.itemsize)
 
 
 def _page_start(path: Path, group: pq.RowGroupMetaData, row_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""The small Parquet tables of an archive: token ids with character offsets, and the prototypes of a layer."""
+"""The small Parquet tables of an archive: token ids with offsets, and the prototypes and bases of a layer."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from ragkv.codec import Basis, Widths
 from ragkv.errors import ArchiveCorruptError
 from ragkv.faiss_io import read_centroids
 from ragkv.layout import PromptTokens
 from ragkv.manifest import TOKENS_FILE, LayerEntry, Manifest
-from ragkv.rows import binary_column, binary_to_tensor
+from ragkv.payload import Payload, from_bits, to_bits
+from ragkv.rows import binary_column, read_binary
 
-_OPTIONS = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+_OPTIONS = {"compression": "zstd", "use_dictionary": False, "write_statistics": False}
+_RAW = {"compression": "none", "use_dictionary": False, "write_statistics": False}
 NO_OFFSET = -1
 """Character offset of prefix tokens, which are not part of the document."""
 
@@ -34,14 +37,13 @@ class TokenTable:
 class Prototypes:
     """Prototypes of one layer, padded to the head with most clusters; padding has size 0.
 
-    ``centroids`` (n_kv_heads, n_clusters, key_dim), ``mean_values`` (n_kv_heads, n_clusters, value_dim) in the
-    archive's dtype, ``sizes`` (n_kv_heads, n_clusters) int64; both (n_kv_heads, n_clusters) float32:
-    ``logit_variance``, the mean squared change of a typical query's logit when a key is replaced by its centroid, and
-    ``value_spread``, the mean squared distance of the values from the mean value of the head.
+    ``centroids`` (n_kv_heads, n_clusters, key_dim) in the archive's dtype, ``sizes`` (n_kv_heads, n_clusters) int64;
+    both (n_kv_heads, n_clusters) float32: ``logit_variance``, the mean squared change of a typical query's logit when
+    a key is replaced by its centroid, and ``value_spread``, the mean squared distance of the values from the mean
+    value of the head.
     """
 
     centroids: torch.Tensor
-    mean_values: torch.Tensor
     sizes: torch.Tensor
     logit_variance: torch.Tensor
     value_spread: torch.Tensor
@@ -54,8 +56,8 @@ def write_tokens(folder: Path, tokens: PromptTokens) -> None:
         "start": [NO_OFFSET] * n_prefix + [start for start, _ in tokens.offsets],
         "end": [NO_OFFSET] * n_prefix + [end for _, end in tokens.offsets],
     }
-    schema = pa.schema([pa.field(name, pa.int32(), nullable=False) for name in columns])
-    pq.write_table(pa.table(columns, schema=schema), folder / TOKENS_FILE, **_OPTIONS)
+    arrays = {name: pa.array(column, pa.int32()) for name, column in columns.items()}
+    _write(folder / TOKENS_FILE, arrays, _OPTIONS)
 
 
 def read_tokens(folder: Path, manifest: Manifest) -> TokenTable:
@@ -71,27 +73,23 @@ def write_prototypes(
     sizes: torch.Tensor,
     logit_variance: torch.Tensor,
     value_spread: torch.Tensor,
-    mean_values: torch.Tensor,
 ) -> None:
     """Write what is known of the `used` (n_kv_heads, n_clusters) clusters, in the order of the centroids."""
     heads, clusters = used.nonzero().T.cpu().numpy().astype(np.int32)
-    columns = [
-        pa.array(heads),
-        pa.array(clusters),
-        pa.array(sizes[used].cpu().numpy().astype(np.int32)),
-        pa.array(logit_variance[used].cpu().numpy().astype(np.float32)),
-        pa.array(value_spread[used].cpu().numpy().astype(np.float32)),
-        binary_column(mean_values[used]),
-    ]
-    names = ["kv_head", "cluster", "size", "logit_variance", "value_spread", "mean_value"]
-    schema = pa.schema([pa.field(n, c.type, nullable=False) for n, c in zip(names, columns, strict=True)])
-    pq.write_table(pa.Table.from_arrays(columns, schema=schema), path, **_OPTIONS)
+    columns = {
+        "kv_head": heads,
+        "cluster": clusters,
+        "size": sizes[used].cpu().numpy().astype(np.int32),
+        "logit_variance": logit_variance[used].cpu().numpy().astype(np.float32),
+        "value_spread": value_spread[used].cpu().numpy().astype(np.float32),
+    }
+    _write(path, {name: pa.array(column) for name, column in columns.items()}, _OPTIONS)
 
 
 def read_prototypes(folder: Path, entry: LayerEntry, dtype: torch.dtype) -> Prototypes:
-    """Read centroids, mean values and sizes of one layer that has clusters."""
+    """Read centroids, sizes and measures of spread of one layer that has clusters."""
     n_rows, n_clusters = sum(entry.clusters), max(entry.clusters)
-    centroids = read_centroids(folder / entry.centroids_file, (n_rows, entry.key_dim), dtype)
+    centroids = read_centroids(folder / entry.centroids_file, (n_rows, entry.key_dim))
     table = pq.read_table(folder / entry.prototypes_file)
     if table.num_rows != n_rows:
         raise ArchiveCorruptError(f"{entry.prototypes_file}: {table.num_rows} rows, the manifest says {n_rows}")
@@ -102,13 +100,61 @@ def read_prototypes(folder: Path, entry: LayerEntry, dtype: torch.dtype) -> Prot
         out[used] = rows
         return out
 
+    mean = read_key_mean(folder, entry)
     return Prototypes(
-        centroids=padded(centroids),
-        mean_values=padded(binary_to_tensor(table.column("mean_value"), dtype)),
+        centroids=(padded(centroids) + mean.unsqueeze(1)).to(dtype),
         sizes=padded(_integers(table, "size")),
         logit_variance=padded(_floats(table, "logit_variance")),
         value_spread=padded(_floats(table, "value_spread")),
     )
+
+
+def write_bases(path: Path, key_mean: torch.Tensor, key: Basis | None, value: Basis | None) -> None:
+    """Write the transforms of a layer, one row per KV head; those of a lossless tensor have no columns.
+
+    `key_mean` (n_kv_heads, key_dim) is what the stored centroids are taken from.
+    """
+    columns = {
+        "kv_head": pa.array(np.arange(len(key_mean), dtype=np.int32)),
+        "key_mean": binary_column(to_bits(key_mean.float())),
+    }
+    if key is not None:
+        columns["key_rows"] = binary_column(to_bits(key.rows.to(torch.bfloat16).flatten(1)))
+    if value is not None:
+        columns["value_rows"] = binary_column(to_bits(value.rows.to(torch.bfloat16).flatten(1)))
+        columns["value_mean"] = binary_column(to_bits(value.mean.float()))
+    _write(path, columns, _RAW)
+
+
+def read_key_mean(folder: Path, entry: LayerEntry) -> torch.Tensor:
+    """What the centroids of a layer are stored relative to: (n_kv_heads, key_dim) float32."""
+    raw = read_binary(pq.read_table(folder / entry.bases_file, columns=["key_mean"]).column("key_mean"))
+    return from_bits(raw, torch.float32).reshape(entry.n_kv_heads, entry.key_dim)
+
+
+def read_payload(folder: Path, entry: LayerEntry, dtype: torch.dtype) -> Payload:
+    """How the rows of a layer are laid out, with the transforms of its coded tensors."""
+    key = value = None
+    table = pq.read_table(folder / entry.bases_file)
+    if entry.key_widths:
+        key = _read_basis(table, "key", Widths(*entry.key_widths), entry.n_kv_heads, entry.key_dim)
+    if entry.value_widths:
+        value = _read_basis(table, "value", Widths(*entry.value_widths), entry.n_kv_heads, entry.value_dim)
+    return Payload(dtype=dtype, key_dim=entry.key_dim, value_dim=entry.value_dim, key_basis=key, value_basis=value)
+
+
+def _read_basis(table: pa.Table, tensor: str, widths: Widths, n_heads: int, dim: int) -> Basis:
+    raw = read_binary(table.column(f"{tensor}_rows"))
+    rows = from_bits(raw, torch.bfloat16).float().reshape(n_heads, widths.n_kept, dim)
+    mean = torch.zeros(n_heads, dim)
+    if tensor == "value":
+        mean = from_bits(read_binary(table.column("value_mean")), torch.float32).reshape(n_heads, dim)
+    return Basis(widths=widths, rows=rows, mean=mean)
+
+
+def _write(path: Path, columns: dict[str, pa.Array], options: dict[str, object]) -> None:
+    schema = pa.schema([pa.field(name, column.type, nullable=False) for name, column in columns.items()])
+    pq.write_table(pa.Table.from_arrays(list(columns.values()), schema=schema), path, **options)
 
 
 def _integers(table: pa.Table, name: str) -> torch.Tensor:

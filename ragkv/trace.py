@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ragkv.archive import ArchivedLayer
+from ragkv.layers import ArchivedLayer
 from ragkv.recall import Choice
 
 log = logging.getLogger("ragkv.recall")

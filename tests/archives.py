@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import lru_cache
 from pathlib import Path
 
@@ -15,7 +16,8 @@ QUESTIONS = ("Who?", "Who kept the book of ships?", "How many cranes were bought
 EVERYTHING = 1 << 20
 """A budget above any document here: every cluster is recalled."""
 
-SMALL = Recipe(tokens_per_cluster=4, window_tokens=16, sink_tokens=4)
+SMALL = Recipe(tokens_per_cluster=4, window_tokens=16, sink_tokens=4, key_codec="lossless", value_codec="lossless")
+CODED = dataclasses.replace(SMALL, key_codec="int4", value_codec="int3")
 
 
 @lru_cache(maxsize=16)

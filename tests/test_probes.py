@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from ragkv.attention import attach
-from ragkv.build import logit_variance, value_spread
+from ragkv.layer_writer import logit_variance, value_spread
 from ragkv.cache import QUESTION_SHARE, question_budget
 from ragkv.kmeans import cluster_keys
 from ragkv.layout import PromptLayout, tokenize_prompt

@@ -10,6 +10,7 @@ import typer
 
 from ragkv.cli.common import DeviceOption, DtypeOption, JsonOption, load, progress
 from ragkv.cli.output import format_bytes, out, print_json
+from ragkv.cli.recall_options import BudgetOption, MassOption, PilotOption, TopMOption, choose_policy
 from ragkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,7 +24,13 @@ def ask(
     model: Annotated[
         str | None, typer.Option(help="The model it was built with. [default: the name it was built by]")
     ] = (None),
-    budget: Annotated[int, typer.Option(help="Archived tokens recalled per KV head and answer token.")] = 256,
+    recipe: Annotated[
+        Path | None, typer.Option(help="Recipe file whose [recall] table to follow. [default: the archive's own]")
+    ] = None,
+    budget: BudgetOption = None,
+    top_m: TopMOption = None,
+    mass: MassOption = None,
+    pilot_layer: PilotOption = None,
     mode: Annotated[
         str, typer.Option(help="recall: answer from the archive. dense: prefill the document again, to compare.")
     ] = "recall",
@@ -39,6 +46,7 @@ def ask(
     Examples:
       ragkv ask "Who wrote the report?" --archive indexes/report
       ragkv ask "Who wrote the report?" --archive indexes/report --mode dense --json
+      ragkv ask "Who wrote the report?" --archive indexes/report --pilot-layer 12
     """
     if as_json and stream:
         raise ConfigError("--json prints one object at the end; leave out --stream")
@@ -49,6 +57,15 @@ def ask(
 
     check_options(budget=budget, mode=mode, max_new_tokens=max_new_tokens, question=question)
     manifest = read_manifest(archive)
+    policy = choose_policy(
+        manifest.recipe.recall,
+        len(manifest.layers),
+        recipe=recipe,
+        budget=budget,
+        top_m=top_m,
+        mass=mass,
+        pilot=pilot_layer,
+    )
     opened = Archive.open(archive, load(model or manifest.model_name, dtype, device))
 
     def show(text: str) -> None:
@@ -59,7 +76,7 @@ def ask(
         answer = answer_question(
             opened,
             question,
-            budget=budget,
+            policy=policy,
             mode=mode,
             max_new_tokens=max_new_tokens,
             on_text=show if stream else None,

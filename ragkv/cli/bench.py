@@ -10,6 +10,7 @@ from rich.table import Table
 
 from ragkv.cli.common import DeviceOption, DtypeOption, JsonOption, LayoutOption, choose_layout, load, progress
 from ragkv.cli.output import format_bytes, out, print_json
+from ragkv.cli.recall_options import BudgetOption
 from ragkv.errors import ConfigError
 from ragkv.recipe import Recipe
 
@@ -23,8 +24,8 @@ def bench(
     tokens: Annotated[list[int] | None, typer.Option(help="Length of prefix and document; repeat for more. [8192]")] = (
         None
     ),
-    budget: Annotated[int, typer.Option(help="Archived tokens recalled per KV head and answer token.")] = 256,
-    recipe: Annotated[Path | None, typer.Option(help="TOML file that says how the archive is built.")] = None,
+    budget: BudgetOption = None,
+    recipe: Annotated[Path | None, typer.Option(help="TOML file that says how to build and recall.")] = None,
     text: Annotated[
         Path | None, typer.Option(help="Document to measure on. [default: the Python reference that ships with Python]")
     ] = None,
