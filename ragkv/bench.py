@@ -17,7 +17,7 @@ from transformers import Cache, DynamicCache
 
 from ragkv.archive import Archive
 from ragkv.bench_text import quotation_questions
-from ragkv.build import BuildResult, write_archive
+from ragkv.build import BuildResult, document_sha256, write_archive
 from ragkv.cache import ArchiveCache
 from ragkv.errors import ConfigError
 from ragkv.fidelity import Fidelity, measure_fidelity
@@ -96,10 +96,10 @@ def bench(model: LoadedModel, n_tokens: int, options: BenchOptions, *, on_progre
     with tempfile.TemporaryDirectory(prefix="ragkv-bench-") as folder:
         build = write_archive(
             model,
-            document,
             tokens,
             dense,
             Path(folder) / "archive",
+            document_sha256=document_sha256(document),
             recipe=options.recipe,
             layout=layout,
             on_progress=report("cluster"),

@@ -91,10 +91,10 @@ def build_archive(
     prefill_s = time.perf_counter() - started
     build = write_archive(
         model,
-        document,
         tokens,
         cache,
         path,
+        document_sha256=document_sha256(document),
         recipe=recipe,
         layout=layout,
         document_name=document_name,
@@ -106,11 +106,11 @@ def build_archive(
 @torch.no_grad()
 def write_archive(
     model: LoadedModel,
-    document: str,
     tokens: PromptTokens,
     cache: DynamicCache,
     path: str | Path,
     *,
+    document_sha256: str,
     recipe: Recipe,
     layout: PromptLayout,
     document_name: str = "",
@@ -146,7 +146,7 @@ def write_archive(
             prefix_seam_differs=tokens.prefix_seam_differs,
             question_seam_differs=tokens.question_seam_differs,
             document_name=document_name.encode("utf-8", "replace").decode(),
-            document_sha256=document_sha256(document),
+            document_sha256=document_sha256,
             recipe=recipe,
             clusters_asked=asked,
             prefix_tokens=len(tokens.prefix_ids),

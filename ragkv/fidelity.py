@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import copy
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache
 
 from ragkv.archive import Archive
 from ragkv.cache import ArchiveCache
+from ragkv.kv import fork_cache
 from ragkv.layout import question_ids
+from ragkv.models import LoadedModel
 from ragkv.policy import RecallPolicy
+from ragkv.streamer import AnswerStreamer
 
 
 @dataclass(frozen=True)
@@ -43,25 +47,32 @@ def measure_fidelity(
 ) -> Fidelity:
     """Compare recall with `dense`, the model's own cache of the same prefix and document.
 
-    `dense` is copied for each question and not changed. Answers end at the layout's stop strings, at the end token, or
+    `dense` is not changed. Answers end at the layout's stop strings, at the end token, or
     after `max_new_tokens`.
     """
-    model, tokenizer, layout = archive.model.model, archive.model.tokenizer, archive.manifest.layout
+    model, layout = archive.model, archive.manifest.layout
     kl_by_question, hit_by_question = [], []
     for done, question in enumerate(questions):
-        inputs = archive.pad([question_ids(tokenizer, layout, question)])
-        answer, dense_logits = _dense_answer(archive, inputs, copy.deepcopy(dense), max_new_tokens)
-        logits = _forced(model, inputs, ArchiveCache(archive, policy=policy, budget=budget), answer)
-        kl_by_question.append(kl_divergence(dense_logits, logits))
-        hit_by_question.append(agreement(dense_logits, logits))
+        inputs = archive.pad([question_ids(model.tokenizer, layout, question)])
+        reference = decode_answer(model, inputs, fork_cache(dense), stop=layout.stop, max_new_tokens=max_new_tokens)
+        recalled = decode_answer(
+            model,
+            inputs,
+            ArchiveCache(archive, policy=policy, budget=budget),
+            stop=layout.stop,
+            max_new_tokens=max_new_tokens,
+            forced=reference.token_ids,
+        )
+        kl_by_question.append(kl_divergence(reference.logits, recalled.logits))
+        hit_by_question.append(agreement(reference.logits, recalled.logits))
         if on_progress is not None:
             on_progress(done + 1, len(questions))
     kl, hits = torch.cat(kl_by_question), torch.cat(hit_by_question)
     return Fidelity(
         kl=float(kl.mean()),
         top1=float(hits.mean()),
-        kl_standard_error=_clustered_error(kl_by_question),
-        top1_standard_error=_clustered_error(hit_by_question),
+        kl_standard_error=clustered_error(kl_by_question),
+        top1_standard_error=clustered_error(hit_by_question),
         n_positions=len(kl),
         n_questions=len(questions),
     )
@@ -82,42 +93,64 @@ def agreement(dense_logits: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     return (chosen == dense_logits.amax(-1, keepdim=True))[..., 0].float()
 
 
-def _dense_answer(
-    archive: Archive, inputs: dict[str, torch.Tensor], cache: DynamicCache, max_new_tokens: int
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Greedy dense answer: its tokens but the last one, and the logits (n_positions, vocab) that chose each."""
-    model, tokenizer, stop = archive.model.model, archive.model.tokenizer, archive.manifest.layout.stop
-    ends = model.generation_config.eos_token_id
+@dataclass(frozen=True)
+class Decoded:
+    """One answer, greedy or forced: ``logits`` (n_positions, vocab) that chose or would have chosen ``token_ids``.
+
+    ``text`` is cut at the layout's stop strings; ``ttft_s`` and ``step_s`` are seconds of the question and of every
+    further token.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    logits: torch.Tensor
+    ttft_s: float
+    step_s: tuple[float, ...]
+
+
+@torch.no_grad()
+def decode_answer(
+    model: LoadedModel,
+    inputs: dict[str, torch.Tensor],
+    cache: Cache,
+    *,
+    stop: tuple[str, ...],
+    max_new_tokens: int,
+    forced: Sequence[int] | None = None,
+) -> Decoded:
+    """Answer one question step by step through any cache, from `inputs` as `Archive.pad` makes them.
+
+    Ends at a stop string, the end token, or after `max_new_tokens`; with `forced`, those tokens are fed whatever the
+    logits say, and as many positions are read.
+    """
+    ends = model.model.generation_config.eos_token_id
     end_ids = set(ends if isinstance(ends, list) else [ends])
-    position = inputs["position_ids"]
-    step = model(inputs["input_ids"], position_ids=position, cache=cache, use_cache=True, logits_to_keep=1)
-    logits, tokens, ids = [step.logits[0, -1]], [], []
-    while len(logits) < max_new_tokens:
-        token = logits[-1].argmax().reshape(1, 1)
-        ids.append(int(token))
-        text = str(tokenizer.decode(ids)).lstrip()
-        if ids[-1] in end_ids or any(mark in text for mark in stop):
-            break
-        tokens.append(token)
-        position = position[:, -1:] + 1
-        step = model(token, position_ids=position, cache=cache, use_cache=True)
+    streamer = AnswerStreamer(model.tokenizer, cache, stop=stop)
+    streamer.put(inputs["input_ids"])
+    token, position, logits = inputs["input_ids"], inputs["position_ids"], []
+    started = time.perf_counter()
+    while True:
+        step = model.model(token, position_ids=position, cache=cache, use_cache=True, logits_to_keep=1)
         logits.append(step.logits[0, -1])
-    return tokens, torch.stack(logits)
-
-
-def _forced(
-    model: PreTrainedModel, inputs: dict[str, torch.Tensor], cache: Cache, tokens: list[torch.Tensor]
-) -> torch.Tensor:
-    """Logits (n_positions, vocab) of the same tokens through another cache, one step at a time."""
-    position = inputs["position_ids"]
-    logits = [model(inputs["input_ids"], position_ids=position, cache=cache, logits_to_keep=1).logits[0, -1]]
-    for token in tokens:
+        token = logits[-1].argmax().reshape(1, 1)
+        if forced is not None:
+            token = torch.full_like(token, forced[len(logits) - 1])
+        streamer.put(token)
+        n_wanted = max_new_tokens if forced is None else len(forced)
+        ended = forced is None and (streamer.stopped or streamer.token_ids[-1] in end_ids)
+        if ended or len(logits) == n_wanted:
+            break
         position = position[:, -1:] + 1
-        logits.append(model(token, position_ids=position, cache=cache).logits[0, -1])
-    return torch.stack(logits)
+    return Decoded(
+        token_ids=tuple(streamer.token_ids),
+        text=streamer.text,
+        logits=torch.stack(logits),
+        ttft_s=streamer.times[0] - started,
+        step_s=tuple(later - earlier for earlier, later in pairwise(streamer.times)),
+    )
 
 
-def _clustered_error(by_question: list[torch.Tensor]) -> float:
+def clustered_error(by_question: list[torch.Tensor]) -> float:
     """Standard error of the mean over positions, positions of one question taken as one cluster."""
     counts = torch.tensor([float(len(values)) for values in by_question])
     sums = torch.stack([values.sum() for values in by_question])
