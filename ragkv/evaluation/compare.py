@@ -49,10 +49,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Questions:
-    """What is asked of a document, how answers are scored, and how long they may get."""
+    """What is asked of a document, how answers are scored (None without gold answers), and how long they may get."""
 
     items: Sequence[Item]
-    metric: str
+    metric: str | None
     max_new_tokens: int
 
 
@@ -109,7 +109,7 @@ def compare(
                 item=number,
                 question=reference.item.question,
                 text=text,
-                scores=METRICS[questions.metric](text, reference.item.answers),
+                scores=_scores(questions.metric, text, reference.item),
                 kl=tuple(kl_divergence(wanted.logits, decoded.logits).tolist()),
                 agrees=tuple(agreement(wanted.logits, decoded.logits).tolist()),
                 same_answer=text == wanted.text,
@@ -139,6 +139,10 @@ def question_inputs(model: LoadedModel, document: Document, question: str) -> di
     start = document.dense.get_seq_length()
     positions = torch.arange(start, start + ids.shape[1], device=ids.device).unsqueeze(0)
     return {"input_ids": ids, "position_ids": positions}
+
+
+def _scores(metric: str | None, text: str, item: Item) -> dict[str, float]:
+    return METRICS[metric](text, item.answers) if metric is not None and item.answers else {}
 
 
 def _decode(

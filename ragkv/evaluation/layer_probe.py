@@ -95,8 +95,9 @@ def probe_layers(
 ) -> tuple[LayerFidelity, ...]:
     """Measure every global layer while the dense answers of `questions` are forced through the archive.
 
-    Decoded keys and values of all global layers are held in float32 meanwhile. `dense`, the model's own cache of the
-    same prefix and document, is copied for each question and not changed.
+    Keys and values of all global layers, the model's own and decoded ones, are held in float32 meanwhile: four times
+    a bfloat16 cache. `dense`, the model's own cache of the same prefix and document, is copied for each question and
+    not changed. Question rows and answer rows recall what `policy` (by default the recipe's) gives them.
 
     Raises
     ------
@@ -134,9 +135,10 @@ class ProbedDocument:
     """A document in one layer, by position and as the archive holds it.
 
     ``keys`` and ``values`` (n_kv_heads, n_tokens, dim) of the model's own cache, ``decoded_keys`` and
-    ``decoded_values`` of the archive in float32; ``cluster`` (n_kv_heads, n_tokens) int64, n_clusters for tokens that
-    are always attended exactly; ``centroids`` and ``means`` (n_kv_heads, n_clusters, dim) and ``bias``
-    (n_kv_heads, n_clusters) of the prototypes, ``n_archived`` tokens behind them per KV head.
+    ``decoded_values`` of the archive; ``cluster`` (n_kv_heads, n_tokens) int64, n_clusters for tokens that are always
+    attended exactly; ``centroids`` and ``means`` (n_kv_heads, n_clusters, dim) and ``bias`` (n_kv_heads, n_clusters)
+    of the prototypes, ``n_archived`` tokens behind them per KV head. All but ``cluster`` are float32: a wider copy for
+    each token of an answer would take longer than the attention.
     """
 
     keys: torch.Tensor
@@ -156,20 +158,20 @@ class ProbedDocument:
 
 def _document(archive: Archive, layer: ArchivedLayer, keys: torch.Tensor, values: torch.Tensor) -> ProbedDocument:
     """Put a layer's decoded tokens at their positions, beside the model's own `keys` and `values`."""
-    table = layer.recall
+    keys, values, table = keys.float(), values.float(), layer.recall
     n_clusters = 0 if table is None else table.n_clusters
-    decoded_keys, decoded_values = torch.empty_like(keys.float()), torch.empty_like(values.float())
+    decoded_keys, decoded_values = torch.empty_like(keys), torch.empty_like(values)
     decoded_keys[:, layer.exact_positions] = layer.keys[:, n_clusters:].float()
     decoded_values[:, layer.exact_positions] = layer.values[:, n_clusters:].float()
     cluster = torch.full(keys.shape[:2], n_clusters, device=keys.device)
-    centroids, means = layer.keys[:, :n_clusters], layer.values[:, :n_clusters].float()
+    centroids, means = layer.keys[:, :n_clusters].float(), layer.values[:, :n_clusters].float()
     bias = means.new_zeros(len(keys), 0) if layer.bias is None else layer.bias[:, :n_clusters]
     if table is not None:
         rows = read_rows(archive.path / archive.manifest.layers[layer.index].rows_file)
         position = rows.position.view(len(keys), -1).to(keys.device)
         cluster.scatter_(1, position, rows.cluster.view(len(keys), -1).to(keys.device))
         for whole, archived in zip((decoded_keys, decoded_values), decode_rows(table, centroids), strict=True):
-            whole.scatter_(1, position.unsqueeze(-1).expand_as(archived), archived.to(whole))
+            whole.scatter_(1, position.unsqueeze(-1).expand_as(archived), archived)
         sums = group_sums(values, cluster, n_clusters + 1)[:, :n_clusters]
         means = sums / table.sizes.clamp_min(1).unsqueeze(-1)
         means = means.to(layer.values.dtype).float()  # as an archive would store them
@@ -261,12 +263,12 @@ class LayerProbe:
         cluster = document.cluster.unsqueeze(1).expand(-1, hit.shape[1], -1)
         attended = hit.gather(2, cluster).unsqueeze(1)  # (n_kv_heads, 1, n_rows, n_tokens)
         logits = block.logits(document.keys)
-        weights, true = block.attend(logits, document.values)
-        _, codes = block.attend(block.logits(document.decoded_keys), document.decoded_values)
+        weights, true = block.attend((logits, document.values))
+        _, codes = block.attend((block.logits(document.decoded_keys), document.decoded_values))
         prototypes = block.logits(document.centroids) + document.bias[:, None, None]
         prototypes = prototypes.masked_fill(hit[:, None, :, : document.n_clusters], -torch.inf)
-        mixed = torch.cat([logits.masked_fill(~attended, -torch.inf), prototypes], dim=-1)
-        _, clusters = block.attend(mixed, torch.cat([document.values.float(), document.means], dim=1))
+        exact = logits.masked_fill(~attended, -torch.inf)
+        _, clusters = block.attend((exact, document.values), (prototypes, document.means))
         archived = (document.cluster < document.n_clusters)[:, None, None]
         to_archived = float((weights[..., :n_tokens] * archived).sum())
         to_recalled = float((weights[..., :n_tokens] * (archived & attended)).sum())
@@ -274,7 +276,7 @@ class LayerProbe:
         sums.attended += float(weights.sum()) - to_archived + to_recalled
         sums.archived += to_archived
         sums.recalled += to_recalled
-        sums.output += float((out.float().view_as(true) - true).square().sum())
+        sums.output += float((out.float().reshape(true.shape) - true).square().sum())
         sums.codes += float((codes - true).square().sum())
         sums.clusters += float((clusters - true).square().sum())
         sums.norm += float(true.square().sum())
@@ -302,17 +304,18 @@ class _RowBlock:
         products = self._query @ keys.float().transpose(1, 2)
         return cap(products, self._softcap).view(self._heads, self._group, self._n_rows, -1)
 
-    def attend(self, logits: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend to tokens with `logits` and to local ones behind them.
+    def attend(self, *parts: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend to parts of tokens, each given as logits and values, and to the local tokens behind them.
 
-        Returns the weights (n_kv_heads, group, n_rows, n + n_local), without those of sinks, and the output
-        (n_kv_heads, group, n_rows, value_dim).
+        Returns the weights (n_kv_heads, group, n_rows, n + n_local) in that order, without those of sinks, and the
+        output (n_kv_heads, group, n_rows, value_dim).
         """
-        parts = [logits, self._local] + ([] if self._sinks is None else [self._sinks])
-        n_tokens = logits.shape[-1]
-        weights = torch.cat(parts, dim=-1).softmax(-1)[..., : n_tokens + self._values.shape[1]]
-        flat = weights.flatten(1, 2)
-        out = flat[..., :n_tokens] @ values.float() + flat[..., n_tokens:] @ self._values
+        parts = (*parts, (self._local, self._values))
+        logits = [part for part, _ in parts] + ([] if self._sinks is None else [self._sinks])
+        widths = [part.shape[-1] for part, _ in parts]
+        weights = torch.cat(logits, dim=-1).softmax(-1)[..., : sum(widths)]
+        shares = weights.flatten(1, 2).split(widths, dim=-1)
+        out = torch.stack([share @ values for share, (_, values) in zip(shares, parts, strict=True)]).sum(0)
         return weights, out.view(self._heads, self._group, self._n_rows, -1)
 
 

@@ -15,7 +15,7 @@ from ragkv.build import document_sha256
 from ragkv.errors import ConfigError
 from ragkv.evaluation.compare import Outcome, Questions, ask_dense, compare, continue_text
 from ragkv.evaluation.subjects import DENSE, DenseSubject, Document, SubjectMaker, SubjectSpec
-from ragkv.layout import PromptLayout, tokenize_prompt
+from ragkv.layout import PromptLayout, PromptTokens, tokenize_prompt
 from ragkv.models import LoadedModel
 from ragkv.prefill import prefill_cache
 
@@ -26,13 +26,17 @@ SETTINGS_FILE, RESULTS_FILE = "settings.json", "results.jsonl"
 
 @dataclass(frozen=True)
 class Task:
-    """One document and what is done with it: `questions` are asked, or else `continuation` is what really follows."""
+    """One document and what is done with it: `questions` are asked, or else `continuation` is what really follows.
+
+    `tokens` are those of an archive whose text is not at hand, in place of `text`.
+    """
 
     name: str
     text: str
     questions: Questions | None = None
     continuation: str = ""
     group: str = ""
+    tokens: PromptTokens | None = None
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,7 @@ def _measure(
     model: LoadedModel, task: Task, specs: Sequence[SubjectSpec], layout: PromptLayout, report: Progress
 ) -> Iterator[Measured]:
     """Dense first, then each of `specs`."""
-    tokens = tokenize_prompt(model.tokenizer, layout, task.text)
+    tokens = task.tokens or tokenize_prompt(model.tokenizer, layout, task.text)
     started = time.perf_counter()
     dense = prefill_cache(
         model.model,
