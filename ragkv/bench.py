@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import platform
 import tempfile
 import time
@@ -21,6 +20,7 @@ from ragkv.build import BuildResult, document_sha256, write_archive
 from ragkv.cache import ArchiveCache
 from ragkv.errors import ConfigError
 from ragkv.fidelity import Fidelity, measure_fidelity
+from ragkv.kv import fork_cache
 from ragkv.layout import PromptLayout, question_ids, tokenize_prompt
 from ragkv.models import LoadedModel
 from ragkv.prefill import prefill_cache
@@ -169,7 +169,7 @@ def _times(
         model(ids, position_ids=place, cache=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)
 
     def dense_question() -> Callable[[], object]:
-        cache = copy.deepcopy(dense)
+        cache = fork_cache(dense)
         return lambda: first(cache, positions)
 
     ttft = interleaved(
@@ -187,7 +187,7 @@ def _times(
     caches: dict[str, tuple[Cache, torch.Tensor]] = {
         "archive": (ArchiveCache(archive, budget=options.budget), positions),
         "zero": (DynamicCache(config=model.config), zero_positions),
-        "dense": (copy.deepcopy(dense), positions),
+        "dense": (fork_cache(dense), positions),
     }
     for cache, place in caches.values():
         first(cache, place)

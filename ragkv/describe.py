@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 
 from ragkv.errors import ArchiveCorruptError
 from ragkv.manifest import TOKENS_FILE, LayerEntry, Manifest, read_manifest
+from ragkv.recipe import Recipe
 
 
 def describe_archive(path: str | Path) -> dict[str, Any]:
@@ -32,14 +33,14 @@ def describe_archive(path: str | Path) -> dict[str, Any]:
     return {
         **{name: body[name] for name in ("version", "created_by", "document", "model", "layout", "seams", "recipe")},
         "counts": {**body["counts"], "n_tokens": manifest.n_tokens},
-        "layers": [_describe_layer(folder, layer) for layer in manifest.layers],
+        "layers": [_describe_layer(folder, layer, manifest.recipe) for layer in manifest.layers],
         "bytes": {**by_kind, "total": on_disk},
         "dense_bytes": dense,
         "disk_over_dense": on_disk / dense if dense else None,
     }
 
 
-def _describe_layer(folder: Path, layer: LayerEntry) -> dict[str, Any]:
+def _describe_layer(folder: Path, layer: LayerEntry, recipe: Recipe) -> dict[str, Any]:
     counts, sizes = layer.clusters, _cluster_sizes(folder, layer) if layer.clusters else []
     return {
         "index": layer.index,
@@ -49,9 +50,15 @@ def _describe_layer(folder: Path, layer: LayerEntry) -> dict[str, Any]:
         "key_dim": layer.key_dim,
         "value_dim": layer.value_dim,
         "exact_tokens": layer.exact_tokens,
+        "codecs": _codecs(layer, recipe),
         "clusters": {"min": min(counts), "mean": fmean(counts), "max": max(counts)} if counts else None,
         "cluster_size": {"min": min(sizes), "median": median(sizes), "max": max(sizes)} if sizes else None,
     }
+
+
+def _codecs(layer: LayerEntry, recipe: Recipe) -> dict[str, str] | None:
+    """Codec of keys and of values; None where every token is exact."""
+    return dict(zip(("key", "value"), recipe.codecs(layer.index), strict=True)) if layer.clusters else None
 
 
 def _cluster_sizes(folder: Path, layer: LayerEntry) -> list[int]:
@@ -68,8 +75,10 @@ def _file_bytes(manifest: Manifest) -> dict[str, int]:
     files, layers = manifest.files, manifest.layers
     clustered = [layer for layer in layers if layer.clusters]
     return {
-        "rows": sum(files[layer.rows_file].bytes for layer in layers),
+        "rows": sum(files[layer.rows_file].bytes for layer in clustered),
+        "exact": sum(files[layer.exact_file].bytes for layer in layers),
         "centroids": sum(files[layer.centroids_file].bytes for layer in clustered),
         "prototypes": sum(files[layer.prototypes_file].bytes for layer in clustered),
+        "bases": sum(files[layer.bases_file].bytes for layer in clustered),
         "tokens": files[TOKENS_FILE].bytes,
     }

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 
-from ragkv.codec import Basis
+from ragkv.codec import Basis, decode
 from ragkv.errors import ArchiveCorruptError
 from ragkv.faiss_io import read_centroids
 from ragkv.kmeans import group_sums
@@ -189,9 +189,7 @@ def _mapping_faults(path: Path, name: str, rows: Rows) -> Iterator[str]:
     """Row groups hold whole clusters of one KV head, and their bytes lie where the footer says."""
     row_bytes = rows.payload.shape[1]
     groups, decoded, mapped = row_groups(path, row_bytes), rows.payload.reshape(-1).numpy(), map_file(path).numpy()
-    for number, (first, n_rows, at) in enumerate(
-        zip(groups.first_row, groups.n_rows, groups.first_byte, strict=True)
-    ):
+    for number, (first, n_rows, at) in enumerate(zip(groups.first_row, groups.n_rows, groups.first_byte, strict=True)):
         stop = first + n_rows
         if not n_rows:
             yield f"{name}: row group {number} is empty"
@@ -207,8 +205,10 @@ def _mapping_faults(path: Path, name: str, rows: Rows) -> Iterator[str]:
 
 def _finite_faults(layer: _Archived) -> Iterator[str]:
     entry, layout = layer.entry, layer.layout
-    parts = {f"{entry.centroids_file}: a centroid": layer.prototypes.centroids}
-    parts[f"{entry.bases_file}: a number of key_mean"] = layer.key_mean
+    parts = {
+        f"{entry.centroids_file}: a centroid": layer.prototypes.centroids,
+        f"{entry.bases_file}: a number of key_mean": layer.key_mean,
+    }
     for name, basis, numbers in (
         ("key", layout.key_basis, layout.keys(layer.payload)),
         ("value", layout.value_basis, layout.values(layer.payload)),
@@ -217,7 +217,8 @@ def _finite_faults(layer: _Archived) -> Iterator[str]:
             parts[f"{entry.rows_file}: a {name}"] = numbers.numbers
         else:
             parts[f"{entry.bases_file}: a number of {name}_rows"] = basis.rows
-            parts[f"{entry.bases_file}: a number of {name}_mean"] = basis.mean
+    if layout.value_basis is not None:
+        parts[f"{entry.bases_file}: a number of value_mean"] = layout.value_basis.mean
     for what, tensor in parts.items():
         if not bool(torch.isfinite(tensor).all()):
             yield f"{what} is NaN or infinite"
@@ -255,11 +256,13 @@ def _partition_faults(layer: _Archived, spans: Spans) -> Iterator[str]:
 
 def _key_mean_faults(layer: _Archived, sizes: torch.Tensor) -> Iterator[str]:
     """Centroids are relative to the mean of all archived keys, so by their `sizes` (n_centroids,) they add up to 0."""
-    parts = zip(layer.relative.split(layer.entry.clusters), sizes.split(layer.entry.clusters), strict=True)
-    for head, (relative, size) in enumerate(parts):
+    basis, clusters = layer.layout.key_basis, layer.entry.clusters
+    raw = layer.payload[..., : layer.layout.key_bytes]
+    keys = layer.layout.keys(layer.payload).numbers if basis is None else decode(raw, basis)
+    magnitude = keys.abs().mean(dim=1) + layer.key_mean.abs() + 510 * layer.half_step  # (n_kv_heads, key_dim)
+    for head, (relative, size) in enumerate(zip(layer.relative.split(clusters), sizes.split(clusters), strict=True)):
         mean = (relative.double() * size.unsqueeze(1)).sum(0) / size.sum()
-        rounding = layer.key_mean[head].abs() + 510 * layer.half_step + relative.abs().amax(0)
-        if bool((mean.abs() > layer.half_step + _SUM_ERROR * rounding).any()):
+        if bool((mean.abs() > layer.half_step + _SUM_ERROR * (magnitude[head] + relative.abs().amax(0))).any()):
             yield f"{layer.entry.centroids_file}: kv_head {head}: the centroids are not about the mean of all keys"
 
 

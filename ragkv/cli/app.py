@@ -10,6 +10,7 @@ import typer
 from ragkv.cli.ask import ask
 from ragkv.cli.bench import bench
 from ragkv.cli.build import build
+from ragkv.cli.fit import fit
 from ragkv.cli.inspect import inspect
 from ragkv.cli.ledger import ledger
 from ragkv.cli.verify import verify
@@ -27,6 +28,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("ledger")(ledger)
+app.command("fit")(fit)
 app.command("build")(build)
 app.command("ask")(ask)
 app.command("inspect")(inspect)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ragkv.cli.common import JsonOption
-from ragkv.cli.ledger import Subject, _print_notes, _subject
+from ragkv.cli.ledger import Subject, find_subject, print_notes
 from ragkv.cli.output import out, print_json
 from ragkv.errors import ConfigError
 from ragkv.recipe import Recipe
@@ -130,7 +130,7 @@ def _answer(workload: Workload, account: _Account, *, as_json: bool) -> None:
     else:
         _show(result)
     if subject is not None:
-        _print_notes(subject, rows)
+        print_notes(subject, rows)
 
 
 def _workload(
@@ -178,7 +178,7 @@ def _account_subject(account: _Account) -> Subject | None:
         for name in (name for name, is_given in idle.items() if is_given):
             raise ConfigError(f"{name} was given without a model; give --model, or --layers, --kv-heads and --head-dim")
         return None
-    return _subject(
+    return find_subject(
         account.model,
         dtype_bytes(account.dtype),
         layers=account.layers,

@@ -49,7 +49,8 @@ def _print_head(archive: dict[str, Any]) -> None:
         f"weights SHA-256 {model['weights_sha256'][:12]}...",
         "tokens": f"{counts['prefix_tokens']:,} prefix + {counts['document_tokens']:,} document; "
         f"{counts['archived_tokens']:,} archived, {exact:,} always exact in global layers",
-        "recipe": ", ".join(f"{name} {value}" for name, value in recipe["asked"].items()),
+        "recipe": _listed({name: value for name, value in recipe["asked"].items() if name != "recall"}),
+        "recall": _listed(recipe["asked"]["recall"]),
         "clusters": f"{recipe['built']['clusters_asked']:,} asked of each KV head, "
         f"{recipe['built']['clusters_min']:,} to {recipe['built']['clusters_max']:,} built",
         "built by": f"{archive['created_by']}, format version {archive['version']}",
@@ -59,6 +60,11 @@ def _print_head(archive: dict[str, Any]) -> None:
         out.print(Text.assemble((f"{name:<{width}}  ", "bold"), text), soft_wrap=True)
 
 
+def _listed(values: dict[str, Any]) -> str:
+    """Names and values in one line; empty lists and tables are left out."""
+    return ", ".join(f"{name} {value}" for name, value in values.items() if value not in ([], {}))
+
+
 def _print_layers(layers: list[dict[str, Any]]) -> None:
     from rich import box
     from rich.table import Table
@@ -66,12 +72,14 @@ def _print_layers(layers: list[dict[str, Any]]) -> None:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("layer", "kind", "KV\nheads", "exact\ntokens"):
         table.add_column(name, justify="left" if name == "kind" else "right", no_wrap=True, vertical="bottom")
+    table.add_column("codec", no_wrap=True, vertical="bottom")
     for name in ("clusters a head\nmin / mean / max", "tokens a cluster\nmin / median / max"):
         table.add_column(name, justify="right", no_wrap=True, vertical="bottom")
     for layer in layers:
         kind = layer["kind"] if layer["window"] is None else f"{layer['kind']} {layer['window']:,}"
         counts = [f"{layer['index']}", kind, f"{layer['n_kv_heads']}", f"{layer['exact_tokens']:,}"]
-        table.add_row(*counts, _spread(layer["clusters"]), _spread(layer["cluster_size"]))
+        codec = "/".join(dict.fromkeys((layer["codecs"] or {"key": "-"}).values()))
+        table.add_row(*counts, codec, _spread(layer["clusters"]), _spread(layer["cluster_size"]))
     out.print(table)
 
 

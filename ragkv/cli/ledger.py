@@ -64,7 +64,7 @@ def ledger(
     settings = Recipe.from_toml(recipe) if recipe else Recipe()
     value_bytes = account.dtype_bytes(dtype)
     card = account.parse_size(gpu_memory) if gpu_memory is not None else None
-    subject = _subject(model, value_bytes, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+    subject = find_subject(model, value_bytes, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
     rows = account.build_ledger(
         subject.layers,
         tokens or DEFAULT_TOKENS,
@@ -84,10 +84,10 @@ def ledger(
         print_json(_to_json(subject, rows, head))
     else:
         _print_table(subject, rows, title=f"{_title(subject, dtype, batch)}: {format_bytes(per_token)} of KV a token")
-    _print_notes(subject, rows)
+    print_notes(subject, rows)
 
 
-def _subject(
+def find_subject(
     model: str | None, value_bytes: int, *, layers: int | None, kv_heads: int | None, head_dim: int | None
 ) -> Subject:
     from ragkv.ledger import plain_layers, weight_bytes
@@ -181,7 +181,7 @@ def _print_table(subject: Subject, rows: Sequence[LedgerRow], *, title: str) -> 
     out.print(Text(rows[-1].verdict), soft_wrap=True)
 
 
-def _print_notes(subject: Subject, rows: Sequence[LedgerRow]) -> None:
+def print_notes(subject: Subject, rows: Sequence[LedgerRow]) -> None:
     if subject.quantised:
         print_note("the configuration stores quantised weights; they are counted here as if unquantised")
     longest = rows[-1].n_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,7 +25,8 @@ class Outcome:
 
     ``kl`` and ``agrees`` hold one number per answer position of the dense model, teacher-forced; ``scores`` are of the
     subject's own greedy answer ``text``. Seconds are those of the forced pass (for dense: of its only pass).
-    ``bytes_read`` is the mean per answer token, None for answers of one token.
+    ``bytes_read`` is the mean per answer token, None for answers of one token. ``answer_distance`` is the number of
+    document tokens behind the gold answer (the last one, of several), None where nobody knows where it stands.
     """
 
     item: int
@@ -37,6 +39,7 @@ class Outcome:
     ttft_s: float
     step_s: tuple[float, ...]
     bytes_read: float | None
+    answer_distance: int | None = None
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Outcome:
@@ -116,6 +119,7 @@ def compare(
                 ttft_s=decoded.ttft_s,
                 step_s=decoded.step_s,
                 bytes_read=bytes_read,
+                answer_distance=answer_distance(document, reference.item),
             )
         )
         if on_progress is not None:
@@ -131,6 +135,14 @@ def continue_text(model: LoadedModel, document: Document, token_ids: Sequence[in
     positions = torch.arange(start, start + ids.shape[1], device=device).unsqueeze(0)
     logits = model.model(ids, position_ids=positions, cache=subject.trial().cache, use_cache=True).logits[0, :-1]
     return (-logits.float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]).tolist()
+
+
+def answer_distance(document: Document, item: Item) -> int | None:
+    """Document tokens behind the last gold answer of `item`; None if it has no spans."""
+    if not item.spans:
+        return None
+    starts = [start for start, _ in document.tokens.offsets]
+    return len(starts) - bisect_left(starts, max(end for _, end in item.spans))
 
 
 def question_inputs(model: LoadedModel, document: Document, question: str) -> dict[str, torch.Tensor]:

@@ -17,7 +17,6 @@ above the sum the causes reinforce each other; below, they cancel.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -31,7 +30,7 @@ from ragkv.cache import ArchiveCache, ArchiveCacheLayer
 from ragkv.errors import ConfigError
 from ragkv.fidelity import decode_answer
 from ragkv.kmeans import group_sums
-from ragkv.kv import layer_tensors
+from ragkv.kv import fork_cache, layer_tensors
 from ragkv.layers import ArchivedLayer, decode_rows
 from ragkv.layout import question_ids
 from ragkv.policy import RecallPolicy
@@ -116,7 +115,7 @@ def probe_layers(
     }
     for done, question in enumerate(questions):
         inputs = archive.pad([question_ids(model.tokenizer, layout, question)])
-        answer = decode_answer(model, inputs, copy.deepcopy(dense), stop=layout.stop, max_new_tokens=max_new_tokens)
+        answer = decode_answer(model, inputs, fork_cache(dense), stop=layout.stop, max_new_tokens=max_new_tokens)
         decode_answer(
             model,
             inputs,

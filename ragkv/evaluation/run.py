@@ -14,10 +14,12 @@ from typing import Any
 from ragkv.build import document_sha256
 from ragkv.errors import ConfigError
 from ragkv.evaluation.compare import Outcome, Questions, ask_dense, compare, continue_text
+from ragkv.evaluation.layer_probe import LayerFidelity, probe_layers
 from ragkv.evaluation.subjects import DENSE, DenseSubject, Document, SubjectMaker, SubjectSpec
 from ragkv.layout import PromptLayout, PromptTokens, tokenize_prompt
 from ragkv.models import LoadedModel
 from ragkv.prefill import prefill_cache
+from ragkv.timing import drain
 
 Progress = Callable[[str, int, int], None]
 
@@ -73,17 +75,25 @@ class ResultsFolder:
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self.folder, self._lines = folder, folder / RESULTS_FILE
-        text = json.dumps(settings, indent=1, sort_keys=True) + "\n"
+        self.check(folder, settings)
         path = folder / SETTINGS_FILE
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                path.write_text(json.dumps(settings, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot keep results in {str(folder)!r}: {error}") from error
+
+    @staticmethod
+    def check(folder: Path, settings: dict[str, Any]) -> None:
+        """Refuse a folder that cannot hold these results; nothing is written."""
+        path = folder / SETTINGS_FILE
+        try:
             if path.exists():
-                if json.loads(path.read_text(encoding="utf-8")) != json.loads(text):
+                if json.loads(path.read_text(encoding="utf-8")) != json.loads(json.dumps(settings)):
                     raise ConfigError(f"{str(folder)!r} holds results of other settings; choose another --out")
-            elif any(folder.iterdir()):
+            elif folder.exists() and any(folder.iterdir()):
                 raise ConfigError(f"{str(folder)!r} is not empty and holds no {SETTINGS_FILE}; choose another --out")
-            else:
-                path.write_text(text, encoding="utf-8")
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot keep results in {str(folder)!r}: {error}") from error
 
@@ -133,19 +143,61 @@ def run(
     return results.read()
 
 
-def _measure(
-    model: LoadedModel, task: Task, specs: Sequence[SubjectSpec], layout: PromptLayout, report: Progress
-) -> Iterator[Measured]:
-    """Dense first, then each of `specs`."""
-    tokens = task.tokens or tokenize_prompt(model.tokenizer, layout, task.text)
+def measure_layers(
+    model: LoadedModel,
+    task: Task,
+    spec: SubjectSpec,
+    *,
+    layout: PromptLayout,
+    n_questions: int,
+    on_progress: Progress | None = None,
+) -> tuple[LayerFidelity, ...]:
+    """Fidelity of every global layer of an archive subject on the first questions of one task.
+
+    Raises
+    ------
+    ConfigError
+        If `spec` is not of an archive, or the task asks nothing.
+    """
+    if spec.recipe is None or task.questions is None:
+        raise ConfigError(f"layers are measured on questions to an archive, not on {spec.name!r} and {task.name!r}")
+
+    def report(stage: str, n: int, total: int) -> None:
+        if on_progress is not None:
+            on_progress(f"layers: {stage}", n, total)
+
+    document, _ = _prefilled(model, task, layout, report)
+    with tempfile.TemporaryDirectory(prefix="ragkv-eval-") as folder:
+        return probe_layers(
+            SubjectMaker(model, document, Path(folder)).archive(spec.recipe),
+            document.dense,
+            [item.question for item in task.questions.items[:n_questions]],
+            policy=spec.policy or spec.recipe.recall,
+            max_new_tokens=task.questions.max_new_tokens,
+            on_progress=partial(report, spec.name),
+        )
+
+
+def _prefilled(model: LoadedModel, task: Task, layout: PromptLayout, report: Progress) -> tuple[Document, float]:
+    """The document in the model's own cache, and the seconds that took."""
+    tokens = tokenize_prompt(model.tokenizer, layout, task.text)
     started = time.perf_counter()
     dense = prefill_cache(
         model.model,
         (*tokens.prefix_ids, *tokens.document_ids),
         on_progress=partial(report, "dense prefill"),
     )
+    drain(model.model.device)
     prefill_s = time.perf_counter() - started
-    document = Document(tokens=tokens, layout=layout, dense=dense, sha256=document_sha256(task.text))
+    return Document(tokens=tokens, layout=layout, dense=dense, sha256=document_sha256(task.text)), prefill_s
+
+
+def _measure(
+    model: LoadedModel, task: Task, specs: Sequence[SubjectSpec], layout: PromptLayout, report: Progress
+) -> Iterator[Measured]:
+    """Dense first, then each of `specs`."""
+    document, prefill_s = _prefilled(model, task, layout, report)
+    dense = document.dense
     questions, references = task.questions, []
     following: list[int] = []
     if questions is not None:

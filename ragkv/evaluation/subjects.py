@@ -141,6 +141,10 @@ class SubjectMaker:
         if spec.peer is not None:
             return _peer(spec, spec.peer, self._model, self._document)
         recipe = spec.recipe or Recipe()
+        return ArchiveSubject(spec.name, self.archive(recipe), spec.policy or recipe.recall)
+
+    def archive(self, recipe: Recipe) -> Archive:
+        """The document's archive by `recipe`; whatever the recipe says of recall is not in it."""
         bare = dataclasses.replace(recipe, recall=RecallPolicy())
         if self._archive is None or bare != self._built:
             self._archive, self._built = None, bare
@@ -154,7 +158,7 @@ class SubjectMaker:
                 layout=self._document.layout,
             )
             self._archive = Archive.open(build.path, self._model)
-        return ArchiveSubject(spec.name, self._archive, spec.policy or recipe.recall)
+        return self._archive
 
 
 def _peer(spec: SubjectSpec, policy: PeerPolicy, model: LoadedModel, document: Document) -> PeerSubject:
