@@ -26,6 +26,10 @@ ZERO_SCALE = 0
 _SCALE_BIAS = 128
 _SCALE_STEPS = (-4, -1, 2, 5, 8)  # around the token's own root mean square, in steps of an eighth of an octave
 
+# Directions of a smaller share of the largest deviation are left out. Few tokens span few directions, and rounding the
+# others to bfloat16 reaches into the rest: there it would count in steps without end.
+_EMPTY = 1e-3
+
 # Step of the uniform quantiser with least squared error for a Gaussian of unit variance, and that error (Max 1960; the
 # figures of 8 bits leave room for outliers of four standard deviations).
 _STEP = {8: 0.0308, 4: 0.3352, 2: 0.9957}
@@ -88,7 +92,8 @@ def fit_basis(residuals: torch.Tensor, bits: int, *, metric: torch.Tensor | None
     variance, axes = variance.flip(1).clamp_min(0), axes.flip(2)
     widths = allocate(variance.float(), -(-dim * bits // 8))
     kept = axes[..., : widths.n_kept].transpose(1, 2)  # (n_kv_heads, n_kept, dim) in the metric's space
-    deviation = variance[:, : widths.n_kept].sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+    deviation = variance[:, : widths.n_kept].sqrt()
+    deviation = deviation.masked_fill(deviation < _EMPTY * deviation[:, :1], 0)
     length = deviation * widths.per_coefficient(_STEP[8], _STEP[4], _STEP[2]).double()
     rows = torch.linalg.solve(weigh, (kept * length.unsqueeze(-1)).transpose(1, 2)).transpose(1, 2)
     stored = rows.to(torch.bfloat16).float().to(residuals.device)
@@ -130,7 +135,8 @@ def encode(residuals: torch.Tensor, basis: Basis, *, metric: torch.Tensor | None
     wanted = residuals.float() @ inverse  # (n_kv_heads, n_tokens, n_kept), in steps of the quantiser
     half = widths.per_coefficient(128, 8, 2).to(wanted.device)
     step = widths.per_coefficient(_STEP[8], _STEP[4], _STEP[2]).to(wanted.device)
-    size = (wanted * step).square().mean(-1, keepdim=True).sqrt()
+    filled = widths.n_kept / (weight > 0).sum(-1, keepdim=True).clamp_min(1)  # 1 unless directions are left out
+    size = (wanted * step).square().mean(-1, keepdim=True).mul(filled).sqrt()
     tiny = torch.finfo(torch.float32).tiny
     middle = (size.clamp_min(tiny).log2() * SCALES_PER_OCTAVE).round()
     unclipped = (wanted.abs() / half).amax(-1, keepdim=True).clamp_min(tiny).log2() * SCALES_PER_OCTAVE

@@ -100,7 +100,7 @@ def load_layer(
             values = torch.cat([mean_values(recall).to(stored), values], dim=1)
             correction = jensen_correction(prototypes.logit_variance)
             bias = torch.cat([prototypes.sizes.float().log() + correction, torch.zeros(shape)], dim=1)
-    except (pa.ArrowException, OSError, RuntimeError, KeyError) as error:
+    except (pa.ArrowException, OSError, RuntimeError, KeyError, ValueError) as error:
         raise ArchiveCorruptError(f"{str(folder)!r}: layer {entry.index} cannot be read ({error})") from error
     keys, values = keys.to(device, dtype), values.to(device, dtype)
     if dtype != stored and not bool(torch.isfinite(keys).all() & torch.isfinite(values).all()):

@@ -70,7 +70,7 @@ class RecallPolicy:
                 continue
             if not _whole(value, 1):
                 raise ConfigError(f"recall: {name} is {value!r}; give a whole number of at least 1")
-        if self.mass is not None and (isinstance(self.mass, bool) or not 0 < self.mass <= 1):
+        if self.mass is not None and not _share(self.mass):
             raise ConfigError(f"recall: mass is {self.mass!r}; give a share of the attention above 0 and up to 1")
         if self.top_m is not None and self.mass is not None:
             raise ConfigError("recall: top_m and mass are both given; choose one")
@@ -88,7 +88,8 @@ class RecallPolicy:
         if self.layer_budgets and (self.top_m is not None or self.mass is not None):
             raise ConfigError("recall: layer_budgets count tokens and go with budget, not with top_m or mass")
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
-        object.__setattr__(self, "layer_budgets", dict(self.layer_budgets))
+        budgets = {str(int(layer)): budget for layer, budget in self.layer_budgets.items()}
+        object.__setattr__(self, "layer_budgets", budgets)
 
     def limit(self, layer: int, *, question: bool) -> Limit:
         """What a token recalls in `layer`; a question token takes `QUESTION_SHARE` times as much."""
@@ -119,8 +120,6 @@ class RecallPolicy:
         for name, kind in (("dense_layers", (list, tuple)), ("layer_budgets", Mapping)):
             if name in values and not isinstance(values[name], kind):
                 raise ConfigError(f"recall: {name} is {values[name]!r}; see indexes/recipes/default.toml for its shape")
-        if not isinstance(values.get("mass", 0.5), int | float):
-            raise ConfigError(f"recall: mass is {values['mass']!r}; give a share of the attention above 0 and up to 1")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -128,6 +127,10 @@ class RecallPolicy:
         values = dataclasses.asdict(self)
         values["dense_layers"] = list(self.dense_layers)
         return {name: value for name, value in values.items() if value is not None}
+
+
+def _share(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
 
 
 def _whole(value: object, low: int) -> bool:

@@ -83,7 +83,8 @@ class Recipe:
                 )
             for name, value in own.items():
                 _check_choice(f"layer_codecs.{layer}.{name}", value, CODECS)
-        object.__setattr__(self, "layer_codecs", {layer: dict(own) for layer, own in self.layer_codecs.items()})
+        own_codecs = {str(int(layer)): dict(own) for layer, own in self.layer_codecs.items() if own}
+        object.__setattr__(self, "layer_codecs", own_codecs)
 
     def codecs(self, layer: int) -> tuple[str, str]:
         """Codec of keys and codec of values in `layer`."""

@@ -29,7 +29,7 @@ _OBLIQUE = 8
 """How much farther a rounded centroid may move a coefficient than if the rows of the transform were orthogonal.
 
 Keys are coded in the metric of queries, whose axes are oblique. The most unequal metric of this writer gives 18 at 128
-dimensions along the worst of all directions, and under 4 along the random ones that rounding takes.
+dimensions along the worst of all directions; along random ones, as rounding takes, four standard deviations are 4.
 """
 
 _INTEGERS = {"kv_head": "int32", "cluster": "int32"}
@@ -293,7 +293,7 @@ def _value_faults(layer: _Archived, counted: torch.Tensor) -> Iterator[str]:
     """Lossless values have the spread that is stored; the residuals of coded ones may have the mean 0."""
     entry, basis, values = layer.entry, layer.layout.value_basis, layer.layout.values(layer.payload)
     if basis is not None:
-        allowed = _SUM_ERROR * (1 + basis.mean.abs()).unsqueeze(1)  # (n_kv_heads, 1, value_dim)
+        allowed = _SUM_ERROR * basis.mean.abs().unsqueeze(1)  # (n_kv_heads, 1, value_dim)
         everything = torch.full((len(counted), 1), layer.labels.shape[1])
         wrong = _lopsided(values, basis, torch.zeros_like(layer.labels), everything, allowed)
         for head in wrong[:, 0].nonzero().flatten().tolist():

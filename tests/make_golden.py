@@ -1,11 +1,13 @@
 """Build the golden archives of the current format version: ``python -m tests.make_golden``.
 
 The tiny model is stored beside them, so that reading a golden archive never depends on how random weights are drawn or
-a tokenizer is trained. Existing golden archives are refused, not replaced: they guard what older releases wrote.
+a tokenizer is trained; all versions share it. Existing golden archives are refused, not replaced: they guard what older
+releases wrote.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -15,17 +17,23 @@ import torch
 
 from ragkv import Archive, ArchiveCache, LoadedModel, PromptLayout, Recipe, attach, build_archive
 from ragkv.manifest import FORMAT_VERSION
-from tests.dense import dense_answer, stock_copy
 from tests.tiny import TEXT, tiny_model, tiny_tokenizer
 
 FOLDER = Path(__file__).resolve().parent.parent / "indexes" / "golden"
-MODEL = FOLDER / f"v{FORMAT_VERSION}-model"
+MODEL = FOLDER / "model"
 EXPECTED = FOLDER / f"v{FORMAT_VERSION}-expected.json"
-ARCHIVES = {f"v{FORMAT_VERSION}": torch.float32, f"v{FORMAT_VERSION}-bfloat16": torch.bfloat16}
+OLD = ("v1",)
+"""Archives of versions that are no longer read."""
 
 DOCUMENT = TEXT
 QUESTION = "Who kept the book of ships?"
-RECIPE = Recipe(tokens_per_cluster=4, window_tokens=16, sink_tokens=4)
+CODED = Recipe(tokens_per_cluster=4, window_tokens=16, sink_tokens=4)
+LOSSLESS = dataclasses.replace(CODED, key_codec="lossless", value_codec="lossless")
+ARCHIVES = {
+    f"v{FORMAT_VERSION}": (torch.float32, LOSSLESS),
+    f"v{FORMAT_VERSION}-bfloat16": (torch.bfloat16, LOSSLESS),
+    f"v{FORMAT_VERSION}-int3": (torch.bfloat16, CODED),
+}
 EVERYTHING, FEW = 1 << 20, 16
 N_NEW = 12
 N_LOGITS = 8
@@ -41,10 +49,17 @@ def load_golden_model(dtype: torch.dtype = torch.float32) -> LoadedModel:
 
 
 @torch.no_grad()
+def all_logits(archive: Archive, budget: int) -> torch.Tensor:
+    """The logits (vocab,) of the token that follows the question."""
+    inputs, cache = archive.questions([QUESTION]), ArchiveCache(archive, budget=budget)
+    logits: torch.Tensor = archive.model.model(**inputs, cache=cache).logits
+    return logits[0, -1]
+
+
 def first_logits(archive: Archive, budget: int) -> list[float]:
-    """The first few logits of the token that follows the question."""
-    logits = archive.model.model(**archive.questions([QUESTION]), cache=ArchiveCache(archive, budget=budget)).logits
-    return logits[0, -1, :N_LOGITS].tolist()
+    """The first few of them."""
+    logits: list[float] = all_logits(archive, budget)[:N_LOGITS].tolist()
+    return logits
 
 
 def greedy_tokens(archive: Archive) -> list[int]:
@@ -60,35 +75,36 @@ def greedy_tokens(archive: Archive) -> list[int]:
     return out[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-def dense_tokens(archive: Archive) -> list[int]:
-    """The same answer by the model's own attention over all token ids."""
-    ids = archive.tokens.ids.tolist() + archive.questions([QUESTION])["input_ids"][0].tolist()
-    return dense_answer(stock_copy(archive.model.model), ids, N_NEW)
+def all_ids(archive: Archive) -> list[int]:
+    """Document and question as the model would prefill them."""
+    ids: list[int] = archive.tokens.ids.tolist() + archive.questions([QUESTION])["input_ids"][0].tolist()
+    return ids
 
 
 def main() -> None:
-    standing = [path.name for path in (MODEL, EXPECTED, *(FOLDER / name for name in ARCHIVES)) if path.exists()]
+    standing = [path.name for path in (EXPECTED, *(FOLDER / name for name in ARCHIVES)) if path.exists()]
     if standing:
         sys.exit(f"{', '.join(standing)} stand in {FOLDER.name} already; raise FORMAT_VERSION, or delete them yourself")
     try:
         _make()
     except BaseException:
-        for name in (MODEL.name, *ARCHIVES):
+        for name in ARCHIVES:
             shutil.rmtree(FOLDER / name, ignore_errors=True)
         raise
 
 
 def _make() -> None:
-    tiny_model("llama").to(torch.bfloat16).save_pretrained(MODEL)
-    tiny_tokenizer().save_pretrained(MODEL)
+    if not MODEL.exists():
+        tiny_model("llama").to(torch.bfloat16).save_pretrained(MODEL)
+        tiny_tokenizer().save_pretrained(MODEL)
     reader = load_golden_model()
     expected: dict[str, object] = {"question": QUESTION}
-    for name, dtype in ARCHIVES.items():
+    for name, (dtype, recipe) in ARCHIVES.items():
         build_archive(
             load_golden_model(dtype),
             DOCUMENT,
             FOLDER / name,
-            recipe=RECIPE,
+            recipe=recipe,
             layout=PromptLayout.plain(),
             document_name="ferry",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,32 +15,28 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import ragkv.kmeans
 from ragkv import Archive, ArchiveCache, LoadedModel, PromptLayout, Recipe, attach, build_archive
+from ragkv.codec import Widths
 from ragkv.errors import ConfigError, NonFiniteError
 from ragkv.kmeans import assign, cluster_keys, group_sums
 from ragkv.manifest import MANIFEST_FILE
 from ragkv.prefill import captured_layers, prefill_cache
-from ragkv.rows import Rows, read_rows
-from tests.archives import DOCUMENT, EVERYTHING, SMALL, archive_of, loaded
+from tests.archives import CODED, DOCUMENT, EVERYTHING, SMALL, archive_of, loaded
+from tests.decoding import stored_tokens
 from tests.dense import dense_logits, stock_copy
 from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
 
 PLAIN = PromptLayout.plain()
 NO_PREFIX = PromptLayout(prefix="", question="\n{question}")
+LOSSLESS = Recipe(key_codec="lossless", value_codec="lossless")
 
 
 def subject(model: PreTrainedModel, name: str = "own") -> LoadedModel:
     return LoadedModel(model=attach(model), tokenizer=tiny_tokenizer(), name=name)
 
 
-def stored_rows(archive: Archive, index: int) -> Rows:
-    entry = archive.manifest.layers[index]
-    dtype = getattr(torch, archive.manifest.fingerprint.dtype)
-    return read_rows(archive.path / entry.rows_file, entry.key_dim, dtype, exact_only=False)
-
-
 def assert_every_token_is_stored_once(archive: Archive) -> None:
     for entry in archive.manifest.layers:
-        rows = stored_rows(archive, entry.index)
+        rows = stored_tokens(archive, entry.index)
         assert entry.window is None
         for head in range(entry.n_kv_heads):
             assert sorted(rows.position[rows.kv_head == head].tolist()) == list(range(archive.n_tokens))
@@ -82,7 +79,7 @@ def test_a_document_shorter_than_the_window_is_exact(
 def test_three_archived_tokens_make_one_to_three_clusters(tokens_per_cluster: int, tmp_path: Path) -> None:
     document = "The ferry left the harbour at seven."
     n_document = len(tiny_tokenizer()(document, add_special_tokens=False)["input_ids"])
-    recipe = Recipe(tokens_per_cluster=tokens_per_cluster, window_tokens=n_document - 3, sink_tokens=0)
+    recipe = replace(LOSSLESS, tokens_per_cluster=tokens_per_cluster, window_tokens=n_document - 3, sink_tokens=0)
     archive = archive_of(tmp_path / "archive", document=document, recipe=recipe)
     assert archive.manifest.archived_tokens == 3
     clusters = {1: 3, 2: 2, 100_000: 1}[tokens_per_cluster]
@@ -123,13 +120,13 @@ def repeated(tmp_path_factory: pytest.TempPathFactory) -> Archive:
     for layer in model.model.layers:
         layer.self_attn.k_proj.weight.data[16:] = 0
     folder = tmp_path_factory.mktemp("repeated") / "archive"
-    build_archive(subject(model), "the " * 2000, folder, recipe=Recipe(segment_tokens=500), layout=PLAIN)
+    build_archive(subject(model), "the " * 2000, folder, recipe=replace(LOSSLESS, segment_tokens=500), layout=PLAIN)
     return Archive.open(folder, subject(model))
 
 
 def test_there_are_never_more_clusters_than_distinct_keys(repeated: Archive) -> None:
     for entry in repeated.manifest.layers:
-        rows = stored_rows(repeated, entry.index)
+        rows = stored_tokens(repeated, entry.index)
         for head, n_clusters in enumerate(entry.clusters):
             keys = rows.keys[(rows.kv_head == head) & (rows.cluster >= 0)]
             n_segments = 4
@@ -278,15 +275,16 @@ def test_group_sums_by_hand() -> None:
 
 @pytest.mark.parametrize("segment_tokens", [7, 300])
 def test_several_segments_keep_every_token_once(segment_tokens: int, tmp_path: Path) -> None:
-    recipe = Recipe(tokens_per_cluster=4, window_tokens=16, segment_tokens=segment_tokens)
+    recipe = replace(LOSSLESS, tokens_per_cluster=4, window_tokens=16, segment_tokens=segment_tokens)
     archive = archive_of(tmp_path / "archive", document=DOCUMENT[:1500], recipe=recipe)
     assert_every_token_is_stored_once(archive)
     assert_equals_dense(archive)
 
 
-def test_two_builds_give_the_same_bytes(tmp_path: Path) -> None:
-    files = [archive_of(tmp_path / name, document=DOCUMENT[:1500]).manifest.files for name in ("a", "b")]
-    assert files[0] == files[1]
+@pytest.mark.parametrize("recipe", [SMALL, CODED], ids=["lossless", "coded"])
+def test_two_builds_give_the_same_bytes(recipe: Recipe, tmp_path: Path) -> None:
+    built = [archive_of(tmp_path / name, document=DOCUMENT[:1500], recipe=recipe) for name in ("a", "b")]
+    assert built[0].manifest.files == built[1].manifest.files
 
 
 # Sizes and dtypes of what is stored
@@ -315,11 +313,36 @@ def test_keys_and_values_keep_their_bits(dtype: torch.dtype, tmp_path: Path) -> 
     assert archive.manifest.fingerprint.dtype == str(dtype).removeprefix("torch.")
     captured = captured_layers(prefill_cache(model.model, archive.tokens.ids.tolist()))
     for layer, entry in zip(captured, archive.manifest.layers, strict=True):
-        rows = stored_rows(archive, entry.index)
+        rows = stored_tokens(archive, entry.index)
         for name in ("keys", "values"):
             found, expected = getattr(rows, name), getattr(layer, name)[rows.kv_head, rows.position]
             assert found.dtype == dtype
             assert np.array_equal(bits(found), bits(expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_tokens_that_are_always_exact_keep_their_bits_under_any_codec(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = subject(tiny_model("llama").to(dtype))
+    build_archive(model, DOCUMENT[:900], tmp_path / "archive", recipe=CODED, layout=PLAIN)
+    archive = Archive.open(tmp_path / "archive", model)
+    captured = captured_layers(prefill_cache(model.model, archive.tokens.ids.tolist()))
+    for layer, opened in zip(captured, archive.layers, strict=True):
+        n_exact = len(opened.exact_positions)
+        assert n_exact >= CODED.window_tokens
+        for name in ("keys", "values"):
+            found, expected = getattr(opened, name)[:, -n_exact:], getattr(layer, name)[:, opened.exact_positions]
+            assert np.array_equal(bits(found), bits(expected))
+
+
+def test_each_layer_is_stored_in_the_codec_that_the_recipe_gives_it(tmp_path: Path) -> None:
+    own = {"0": {"key_codec": "lossless", "value_codec": "lossless"}, "2": {"value_codec": "int8"}}
+    archive = archive_of(tmp_path / "a", document=DOCUMENT[:1500], recipe=replace(CODED, layer_codecs=own))
+    first, second, third = archive.manifest.layers
+    assert (first.key_widths, first.value_widths) == ((), ())
+    assert Widths(*second.key_widths).n_bytes <= 1 + 16 * 4 // 8
+    assert Widths(*second.value_widths).n_bytes <= 1 + 16 * 3 // 8
+    assert Widths(*third.key_widths).n_bytes <= 1 + 16 * 4 // 8
+    assert third.value_widths == (16, 0, 0)
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:

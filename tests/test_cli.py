@@ -59,6 +59,15 @@ def run(*words: object) -> tuple[int, str, str]:
 
 
 @pytest.fixture(scope="module")
+def lossless(workplace: Path) -> Path:
+    (workplace / "lossless.toml").write_text('key_codec = "lossless"\nvalue_codec = "lossless"\n', encoding="utf-8")
+    words = ("build", workplace / "harbour.txt", "--model", workplace / "model", "--out", workplace / "lossless")
+    code, _, fault = run(*words, "--recipe", workplace / "lossless.toml")
+    assert code == 0, fault
+    return workplace / "lossless" / "harbour"
+
+
+@pytest.fixture(scope="module")
 def archive(workplace: Path) -> Path:
     code, _, fault = run("build", workplace / "harbour.txt", "--model", workplace / "model", "--out", workplace / "out")
     assert code == 0, fault
@@ -114,8 +123,8 @@ def test_ask_prefills_the_question_only_and_dense_everything(archive: Path) -> N
     assert recall["prefilled_tokens"] < 40
 
 
-def test_everything_recalled_gives_the_dense_answer(archive: Path) -> None:
-    words = ("ask", "Who kept the book?", "--archive", archive, "--max-new-tokens", 12, "--json")
+def test_everything_recalled_gives_the_dense_answer(lossless: Path) -> None:
+    words = ("ask", "Who kept the book?", "--archive", lossless, "--max-new-tokens", 12, "--json")
     recall = json.loads(run(*words, "--budget", 100_000)[1])
     dense = json.loads(run(*words, "--mode", "dense")[1])
     assert recall["token_ids"] == dense["token_ids"]

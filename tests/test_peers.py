@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ragkv.attention import AttentionCall, causal_mask, dense_attention
-from ragkv.layer_writer import Span, document_span
-from ragkv.cache import question_budget
 from ragkv.errors import ConfigError
 from ragkv.evaluation import peer_selection
 from ragkv.evaluation.peer_quantise import Codes
@@ -28,7 +26,9 @@ from ragkv.evaluation.peer_selection import (
 )
 from ragkv.evaluation.peers import PEERS, PeerCache, PeerPolicy, PreparedPeer, SelectedLayer, prepare, tokens_of_bytes
 from ragkv.fidelity import kl_divergence
+from ragkv.layer_writer import Span, document_span
 from ragkv.layout import PromptLayout, question_ids, tokenize_prompt
+from ragkv.policy import QUESTION_SHARE
 from ragkv.prefill import prefill_cache
 from ragkv.probes import probe_ids
 from tests.archives import DOCUMENT, EVERYTHING, QUESTIONS, SMALL, loaded
@@ -256,10 +256,10 @@ def test_question_tokens_get_as_many_times_the_budget_as_ragkv_gives_them() -> N
     here, notes = short(), BudgetNotes()
     cache = PeerCache(here.dense, PreparedPeer(PeerPolicy(name="oracle", budget=20), here.span, {0: notes}))
     here.logits(cache)
-    assert notes.budgets == [question_budget(20), 20, 20, 20]
+    assert notes.budgets == [int(20 * QUESTION_SHARE), 20, 20, 20]
     cache = PeerCache(here.dense, PreparedPeer(PeerPolicy(name="oracle", budget=20), here.span, {0: notes}))
     here.model(torch.tensor([[5]]), position_ids=torch.tensor([[90]]), cache=cache)
-    assert notes.budgets[-1] == question_budget(20), "a question of one token is a question"
+    assert notes.budgets[-1] == int(20 * QUESTION_SHARE), "a question of one token is a question"
 
 
 # Codes

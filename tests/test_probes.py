@@ -7,10 +7,10 @@ import torch
 from transformers import DynamicCache
 
 from ragkv.attention import attach
-from ragkv.layer_writer import logit_variance, value_spread
-from ragkv.cache import QUESTION_SHARE, question_budget
 from ragkv.kmeans import cluster_keys
+from ragkv.layer_writer import logit_variance, value_spread
 from ragkv.layout import PromptLayout, tokenize_prompt
+from ragkv.policy import QUESTION_SHARE, RecallPolicy
 from ragkv.prefill import prefill_cache
 from ragkv.probes import N_PROBES, SNIPPET_TOKENS, probe_ids, query_moments
 from ragkv.recipe import Recipe
@@ -76,10 +76,10 @@ def test_probes_beyond_the_context_are_left_out() -> None:
 
 def test_logit_variance_and_value_spread_by_hand() -> None:
     keys = torch.tensor([[[1.0, 0.0], [3.0, 0.0], [0.0, 5.0]]])
-    labels, centroids = torch.tensor([[0, 0, 1]]), torch.tensor([[[2.0, 0.0], [0.0, 5.0]]])
+    labels, centroids = torch.tensor([[0, 0, 1]]), torch.tensor([[[2.0, 0.0], [2.0, 0.0], [0.0, 5.0]]])
     moment = torch.tensor([[[4.0, 0.0], [0.0, 9.0]]])
-    assert logit_variance(keys, labels, centroids, moment).tolist() == [[4.0, 0.0]]
-    assert logit_variance(keys, labels, centroids, None).tolist() == [[0.0, 0.0]]
+    assert logit_variance(keys - centroids, labels, 2, moment).tolist() == [[4.0, 0.0]]
+    assert logit_variance(keys - centroids, labels, 2, None).tolist() == [[0.0, 0.0]]
     values = torch.tensor([[[0.0], [2.0], [4.0]]])
     assert value_spread(values, labels, 2).tolist() == [[2.0, 4.0]]
 
@@ -98,4 +98,6 @@ def test_the_metric_groups_by_what_queries_see() -> None:
 
 
 def test_question_tokens_recall_more_than_answer_tokens() -> None:
-    assert question_budget(256) == int(256 * QUESTION_SHARE) > 256
+    policy = RecallPolicy(budget=256)
+    assert policy.limit(0, question=False).tokens == 256
+    assert policy.limit(0, question=True).tokens == int(256 * QUESTION_SHARE) > 256

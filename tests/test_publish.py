@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from ragkv.build import BuildResult
 from ragkv.describe import describe_archive
 from ragkv.errors import ArchiveNotFoundError, ConfigError
 from ragkv.manifest import list_archives, read_manifest
+from ragkv.policy import RecallPolicy
 from ragkv.verify import verify_archive
 from tests.archives import SMALL, archive_of, loaded
 from tests.forge import hashes, listing
@@ -176,7 +178,7 @@ SWAPPER = """
 import sys
 from pathlib import Path
 from ragkv.publish import staging
-for _ in range(300):
+for _ in range(100):
     with staging(Path(sys.argv[1]) / "a") as folder:
         (folder / "manifest.json").write_text("{}")
 """
@@ -219,13 +221,26 @@ def changed(tmp_path: Path, recipe: Recipe) -> set[str]:
 
 
 def test_the_seed_changes_only_the_manifest(tmp_path: Path) -> None:
-    recipe = Recipe(tokens_per_cluster=4, window_tokens=16, sink_tokens=4, seed=1)
-    assert changed(tmp_path, recipe) == {"manifest.json"}
+    assert changed(tmp_path, replace(SMALL, seed=1)) == {"manifest.json"}
 
 
-def test_the_cluster_size_changes_all_but_the_tokens(tmp_path: Path) -> None:
-    recipe = Recipe(tokens_per_cluster=5, window_tokens=16, sink_tokens=4)
-    assert changed(tmp_path, recipe) == set(hashes(tmp_path / "a")) - {"tokens.parquet"}
+def test_what_is_recalled_by_default_changes_only_the_manifest(tmp_path: Path) -> None:
+    assert changed(tmp_path, replace(SMALL, recall=RecallPolicy(budget=9))) == {"manifest.json"}
+
+
+def test_the_codec_changes_the_archived_rows_and_their_bases_only(tmp_path: Path) -> None:
+    found = changed(tmp_path, replace(SMALL, key_codec="int4"))
+    assert {name.split(".", 1)[1] for name in found} == {"json", "rows.parquet", "bases.parquet"}
+
+
+def test_the_cluster_size_changes_clusters_and_their_rows_only(tmp_path: Path) -> None:
+    found = changed(tmp_path, replace(SMALL, tokens_per_cluster=5))
+    assert {name.split(".", 1)[1] for name in found} == {
+        "json",
+        "rows.parquet",
+        "prototypes.parquet",
+        "centroids.faiss",
+    }
 
 
 # --- only read afterwards

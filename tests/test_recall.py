@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,14 +14,14 @@ import torch
 import ragkv.cache
 import ragkv.recall
 from ragkv import Archive, ArchiveCache, LoadedModel, PromptLayout, Recipe, attach, build_archive
-from ragkv.archive import ArchivedLayer, RecallTables
 from ragkv.attention import AttentionCall
+from ragkv.layers import ArchivedLayer, RecallTables
+from ragkv.policy import Limit, RecallPolicy
 from ragkv.recall import Choice, choose_clusters, gather_rows, recall_attention
-from ragkv.rows import Rows, read_rows
-from tests.archives import DOCUMENT, EVERYTHING, QUESTIONS, SMALL, archive_of
+from ragkv.rows import read_rows
+from tests.archives import CODED, DOCUMENT, EVERYTHING, QUESTIONS, SMALL, archive_of
+from tests.decoding import Vector, decoded
 from tests.tiny import tiny_model, tiny_tokenizer
-
-Vector = np.ndarray
 
 
 @dataclass(frozen=True)
@@ -29,24 +30,25 @@ class Recorded:
 
     call: AttentionCall
     layer: ArchivedLayer
-    budget: int
+    limit: Limit
     output: torch.Tensor
 
 
-def record(archive: Archive, budget: int, monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
+def record(archive: Archive, policy: RecallPolicy | int, monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
     """Every call of one prefill of a left-padded batch and of one further token."""
     recorded: list[Recorded] = []
 
-    def spy(call: AttentionCall, layer: ArchivedLayer, budget: int, observer: None = None) -> torch.Tensor:
-        output = recall_attention(call, layer, budget, observer)
-        recorded.append(Recorded(call, layer, budget, output))
+    def spy(call: AttentionCall, layer: ArchivedLayer, limit: Limit, observer: None = None) -> torch.Tensor:
+        output = recall_attention(call, layer, limit, observer)
+        recorded.append(Recorded(call, layer, limit, output))
         return output
 
+    policy = RecallPolicy(budget=policy) if isinstance(policy, int) else policy
     with monkeypatch.context() as patch:
         patch.setattr(ragkv.cache, "recall_attention", spy)
         archive.model.model.generate(
             **archive.questions(QUESTIONS),
-            cache=ArchiveCache(archive, budget=budget),
+            cache=ArchiveCache(archive, policy=policy),
             max_new_tokens=2,
             min_new_tokens=2,
             do_sample=False,
@@ -55,34 +57,25 @@ def record(archive: Archive, budget: int, monkeypatch: pytest.MonkeyPatch) -> li
 
 
 class Reference:
-    """One layer read back from its file: clusters as lists of tokens, everything in float64."""
+    """One layer read back from its files: clusters as lists of tokens, everything in float64."""
 
     def __init__(self, archive: Archive, index: int) -> None:
-        entry = archive.manifest.layers[index]
-        dtype = getattr(torch, archive.manifest.fingerprint.dtype)
-        rows = read_rows(archive.path / entry.rows_file, entry.key_dim, dtype, exact_only=False)
-        keys, values = rows.keys.double().numpy(), rows.values.double().numpy()
-        heads, labels = rows.kv_head.numpy(), rows.cluster.numpy()
-        self.exact = [(keys[(heads == h) & (labels < 0)], values[(heads == h) & (labels < 0)]) for h in range(2)]
-        self.clusters: list[list[tuple[Vector, Vector]]] = [[], []]
-        for head in range(2):
-            for label in range(labels[heads == head].max() + 1):
-                here = (heads == head) & (labels == label)
-                self.clusters[head].append((keys[here], values[here]))
-        stored = pq.read_table(archive.path / entry.prototypes_file)
-        columns = [stored[name].to_numpy().astype(float) for name in ("kv_head", "logit_variance", "value_spread")]
-        self.estimate(*columns)
+        stored = decoded(archive, index)
+        self.exact, self.clusters = stored.exact, stored.clusters
+        self.estimate(stored.centroids, stored.variance, stored.spread)
 
-    def estimate(self, heads: Vector, variance: Vector, spread: Vector) -> None:
-        self.centroids = [np.stack([keys.mean(0) for keys, _ in clusters]) for clusters in self.clusters]
+    def estimate(self, centroids: list[Vector], variance: list[Vector], spread: list[Vector]) -> None:
+        self.centroids = centroids
         self.means = [np.stack([values.mean(0) for _, values in clusters]) for clusters in self.clusters]
-        correction = np.minimum(variance / 2, 0.5)
-        priority = np.sqrt(variance * spread) * np.exp(-correction) if variance.any() else np.ones_like(variance)
-        sizes = [np.log([len(keys) for keys, _ in clusters]) for clusters in self.clusters]
-        self.log_sizes = [sizes[head] + correction[heads == head] for head in range(2)]
-        self.priority = [priority[heads == head] for head in range(2)]
+        informed = any(of_head.any() for of_head in variance)
+        self.log_sizes, self.priority = [], []
+        for head, clusters in enumerate(self.clusters):
+            correction = np.minimum(variance[head] / 2, 0.5)
+            worth = np.sqrt(variance[head] * spread[head]) * np.exp(-correction)
+            self.log_sizes.append(np.log([len(keys) for keys, _ in clusters]) + correction)
+            self.priority.append(worth if informed else np.ones_like(worth))
 
-    def attend(self, call: AttentionCall, budget: int) -> Vector:
+    def attend(self, call: AttentionCall, limit: Limit) -> Vector:
         """(batch, n_query_heads, every third row and the last, value_dim)."""
         batch, n_query_heads, n_rows, _ = call.query.shape
         group, rows = n_query_heads // 2, some_rows(n_rows)
@@ -91,10 +84,10 @@ class Reference:
             for place, row in enumerate(rows):
                 for head in range(2):
                     own = slice(head * group, (head + 1) * group)
-                    out[sequence, own, place] = self._attend_row(call, budget, sequence, row, head)
+                    out[sequence, own, place] = self._attend_row(call, limit, sequence, row, head)
         return out
 
-    def _attend_row(self, call: AttentionCall, budget: int, sequence: int, row: int, head: int) -> Vector:
+    def _attend_row(self, call: AttentionCall, limit: Limit, sequence: int, row: int, head: int) -> Vector:
         group = call.query.shape[1] // 2
         queries = call.query[sequence, head * group : (head + 1) * group, row].double().numpy()
         visible = slice(None) if call.mask is None else call.mask[sequence % call.mask.shape[0], 0, row].numpy()
@@ -118,7 +111,7 @@ class Reference:
             mass += softmax(np.concatenate([estimated, *rest]))[: len(clusters)]
         recalled: list[int] = []
         left = sorted(range(len(clusters)), key=lambda c: mass[c] * self.priority[head][c])
-        while left and sum(len(clusters[c][0]) for c in recalled) < budget:
+        while left and self._goes_on(limit, head, recalled, mass[left].sum() / group):
             recalled.append(left.pop())
         keys = np.concatenate([clusters[c][0] for c in recalled] + [exact_keys, local_keys])
         values = np.concatenate([means[left]] + [clusters[c][1] for c in recalled] + [exact_values, local_values])
@@ -128,6 +121,12 @@ class Reference:
             weights = softmax(np.concatenate([pseudo, logits(keys, query), *sink(g)]))
             attended.append(weights[: len(values)] @ values)
         return np.stack(attended)
+
+    def _goes_on(self, limit: Limit, head: int, recalled: list[int], estimated: float) -> bool:
+        n_tokens = sum(len(self.clusters[head][c][0]) for c in recalled)
+        if n_tokens >= limit.tokens or (limit.clusters is not None and len(recalled) >= limit.clusters):
+            return False
+        return limit.mass is None or n_tokens < limit.floor or estimated > 1 - limit.mass
 
 
 def some_rows(n_rows: int) -> list[int]:
@@ -139,32 +138,37 @@ def softmax(logits: Vector) -> Vector:
     return weights / weights.sum()
 
 
-def uneven_archive(folder: Path, dtype: torch.dtype = torch.float32) -> Archive:
+def uneven_archive(folder: Path, dtype: torch.dtype = torch.float32, *, base: Recipe = SMALL) -> Archive:
     """KV head 1 of layers 0 and 1 has only zero keys: one cluster of a whole segment, head 0 has small ones."""
     model = tiny_model("llama")
     for index in (0, 1):
         model.model.layers[index].self_attn.k_proj.weight.data[16:] = 0
     subject = LoadedModel(model=attach(model.to(dtype)), tokenizer=tiny_tokenizer(), name="uneven")
-    recipe = Recipe(tokens_per_cluster=4, window_tokens=16, segment_tokens=100)
+    recipe = dataclasses.replace(base, segment_tokens=100)
     build_archive(subject, DOCUMENT[:1000], folder, recipe=recipe, layout=PromptLayout.plain())
     return Archive.open(folder, subject)
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2", "gpt_oss", "qwen2"])
+RECIPES = {"lossless": SMALL, "coded": CODED}
+SUBJECTS = [(name, recipe) for recipe in RECIPES for name in ("llama", "gemma2", "gpt_oss", "qwen2")]
+
+
+@pytest.fixture(scope="module", params=SUBJECTS, ids="-".join)
 def archive(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Archive:
     folder = tmp_path_factory.mktemp("archives") / "archive"
-    return archive_of(folder, model=request.param, document=DOCUMENT[:1100], recipe=SMALL)
+    name, recipe = request.param
+    return archive_of(folder, model=name, document=DOCUMENT[:1100], recipe=RECIPES[recipe])
 
 
-@pytest.fixture(scope="module")
-def uneven(tmp_path_factory: pytest.TempPathFactory) -> Archive:
-    return uneven_archive(tmp_path_factory.mktemp("uneven") / "archive")
+@pytest.fixture(scope="module", params=RECIPES)
+def uneven(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Archive:
+    return uneven_archive(tmp_path_factory.mktemp("uneven") / "archive", base=RECIPES[request.param])
 
 
-def assert_equals_reference(archive: Archive, recorded: list[Recorded], budget: int) -> None:
+def assert_equals_reference(archive: Archive, recorded: list[Recorded]) -> None:
     assert {done.layer.index for done in recorded} == {e.index for e in archive.manifest.layers if e.clusters}
     for done in recorded:
-        expected = torch.from_numpy(Reference(archive, done.layer.index).attend(done.call, done.budget))
+        expected = torch.from_numpy(Reference(archive, done.layer.index).attend(done.call, done.limit))
         found = done.output[:, :, some_rows(done.output.shape[2])]
         torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-5)
 
@@ -174,7 +178,16 @@ def assert_equals_reference(archive: Archive, recorded: list[Recorded], budget: 
 
 @pytest.mark.parametrize("budget", [1, 30, 250])
 def test_a_partial_budget_equals_the_reference(archive: Archive, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_equals_reference(archive, record(archive, budget, monkeypatch), budget)
+    assert_equals_reference(archive, record(archive, budget, monkeypatch))
+
+
+@pytest.mark.parametrize(
+    "policy", [RecallPolicy(top_m=5), RecallPolicy(mass=0.6, floor=9, cap=90)], ids=["clusters", "mass"]
+)
+def test_other_limits_equal_the_reference(
+    archive: Archive, policy: RecallPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_equals_reference(archive, record(archive, policy, monkeypatch))
 
 
 @pytest.mark.parametrize("budget", [1, 60])
@@ -182,7 +195,7 @@ def test_heads_with_different_cluster_counts_equal_the_reference(
     uneven: Archive, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert {len(set(entry.clusters)) for entry in uneven.manifest.layers[:2]} == {2}
-    assert_equals_reference(uneven, record(uneven, budget, monkeypatch), budget)
+    assert_equals_reference(uneven, record(uneven, budget, monkeypatch))
 
 
 def test_everything_recalled_is_softmax_attention_over_all_tokens(
@@ -193,9 +206,10 @@ def test_everything_recalled_is_softmax_attention_over_all_tokens(
         for head, clusters in enumerate(reference.clusters):
             tokens = [(keys[i : i + 1], values[i : i + 1]) for keys, values in clusters for i in range(len(keys))]
             reference.clusters[head] = tokens  # one token each: nothing is estimated, whatever the budget
-        heads = np.repeat([0, 1], [len(clusters) for clusters in reference.clusters])
-        reference.estimate(heads, np.zeros(len(heads)), np.zeros(len(heads)))
-        expected = torch.from_numpy(reference.attend(done.call, 1))
+        keys_of = [np.concatenate([keys for keys, _ in clusters]) for clusters in reference.clusters]
+        none = [np.zeros(len(keys)) for keys in keys_of]
+        reference.estimate(keys_of, none, none)
+        expected = torch.from_numpy(reference.attend(done.call, Limit(tokens=1)))
         found = done.output[:, :, some_rows(done.output.shape[2])]
         torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-5)
 
@@ -211,7 +225,7 @@ def test_a_question_in_several_blocks_equals_one_block(
     monkeypatch.setattr(ragkv.recall, "_BLOCK_FLOATS", block_floats)
     for done in recorded:
         counter = BlockCounter()
-        again = recall_attention(done.call, done.layer, done.budget, counter)
+        again = recall_attention(done.call, done.layer, done.limit, counter)
         assert done.output.shape[2] == 1 or counter.blocks > 1
         torch.testing.assert_close(again, done.output, atol=2e-5, rtol=0)
 
@@ -230,27 +244,56 @@ class BlockCounter:
 # Numbers that must stay numbers
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rows_of_different_width_never_give_nan(
-    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    archive = uneven_archive(tmp_path / "archive", dtype)
+    archive = uneven_archive(tmp_path / "archive", dtype, base=RECIPES[recipe])
     for budget in (1, 3, 50):
         for done in record(archive, budget, monkeypatch):
             assert torch.isfinite(done.output).all()
 
 
 def test_the_estimate_of_a_cluster_less_its_correction_never_exceeds_its_true_mass(tmp_path: Path) -> None:
+    """By the convexity of exp, but for the rounding of the centroid to one byte per number."""
     archive = archive_of(tmp_path / "archive", document=DOCUMENT[:1100])
     draw = np.random.default_rng(0)
     for layer in archive.layers:
         held, log_sizes = layer.keys.double().numpy(), table_of(archive, layer.index).sizes.double().log().numpy()
         queries = draw.normal(scale=3.0, size=(20, held.shape[-1]))
-        for head, clusters in enumerate(Reference(archive, layer.index).clusters):
+        for head, clusters in enumerate(decoded(archive, layer.index).clusters):
             for label, (keys, _) in enumerate(clusters):
+                rounding = np.abs(queries) @ np.abs(held[head, label] - keys.mean(0))
                 estimated = queries @ held[head, label] + log_sizes[head, label]
                 true = np.logaddexp.reduce(queries @ keys.T, axis=1)
-                assert (estimated <= true + 1e-5).all()
+                assert (estimated <= true + rounding + 1e-5).all()
+
+
+def test_a_centroid_is_the_mean_of_its_keys_to_half_a_step_of_its_dimension(tmp_path: Path) -> None:
+    archive = archive_of(tmp_path / "archive", document=DOCUMENT[:1100])
+    for layer in archive.layers:
+        clusters = decoded(archive, layer.index).clusters
+        means = [np.stack([keys.mean(0) for keys, _ in of_head]) for of_head in clusters]
+        shifted = np.concatenate(
+            [
+                own - np.concatenate([keys for keys, _ in of_head]).mean(0)
+                for own, of_head in zip(means, clusters, strict=True)
+            ]
+        )
+        half = np.ptp(shifted, axis=0) / 255 / 2
+        for head, expected in enumerate(means):
+            found = layer.keys[head, : len(expected)].double().numpy()
+            assert (np.abs(found - expected) <= half * 1.01 + 1e-5).all()
+
+
+def test_mean_values_are_those_of_the_values_as_they_are_stored(archive: Archive) -> None:
+    for layer in archive.layers:
+        if layer.recall is not None:
+            for head, clusters in enumerate(decoded(archive, layer.index).clusters):
+                expected = np.stack([values.mean(0) for _, values in clusters])
+                found = layer.values[head, : len(expected)].double().numpy()
+                assert np.abs(found - expected).max() < 1e-4
 
 
 # Choosing clusters
@@ -259,7 +302,7 @@ def test_the_estimate_of_a_cluster_less_its_correction_never_exceeds_its_true_ma
 def test_whole_clusters_are_taken_in_descending_order_until_the_budget_is_reached() -> None:
     mass = torch.tensor([[[0.1, 0.4, 0.2, 0.3]], [[0.4, 0.3, 0.2, 0.1]]])
     sizes = torch.tensor([[5, 2, 4, 3], [6, 1, 1, 1]])
-    choice = choose_clusters(mass, sizes, budget=6)
+    choice = choose_clusters(mass, sizes, Limit(tokens=6))
     # Head 0: 1 (2 tokens), 3 (2 + 3 = 5), 2 (9 >= 6). Head 1: cluster 0 alone has the 6 tokens.
     assert choice.hit_ids().tolist() == [[[1, 3, 2, -1]], [[0, -1, -1, -1]]]
     assert choice.tokens.tolist() == [[9], [6]]
@@ -267,13 +310,13 @@ def test_whole_clusters_are_taken_in_descending_order_until_the_budget_is_reache
 
 def test_budget_one_recalls_exactly_the_heaviest_cluster() -> None:
     mass = torch.tensor([[[0.2, 0.5, 0.3], [0.7, 0.1, 0.2]]])
-    choice = choose_clusters(mass, torch.tensor([[4, 2, 1]]), budget=1)
+    choice = choose_clusters(mass, torch.tensor([[4, 2, 1]]), Limit(tokens=1))
     assert choice.hit_ids().tolist() == [[[1], [0]]]
     assert choice.tokens.tolist() == [[2, 4]]
 
 
 def test_a_budget_above_all_tokens_recalls_every_cluster_once() -> None:
-    choice = choose_clusters(torch.rand(2, 3, 5), torch.full((2, 5), 3), budget=EVERYTHING)
+    choice = choose_clusters(torch.rand(2, 3, 5), torch.full((2, 5), 3), Limit(tokens=EVERYTHING))
     assert choice.hit_ids().sort(-1).values.tolist() == [[[0, 1, 2, 3, 4]] * 3] * 2
     assert choice.tokens.tolist() == [[15] * 3] * 2
 
@@ -282,17 +325,11 @@ def test_a_budget_above_all_tokens_recalls_every_cluster_once() -> None:
 def test_clusters_that_a_head_does_not_have_are_no_candidates(budget: int) -> None:
     """Where float32 leaves no mass to any prototype, a head must still recall real tokens."""
     sizes = torch.tensor([[0, 0, 0, 2, 2], [1, 1, 1, 1, 1]])
-    choice = choose_clusters(torch.zeros(2, 1, 5), sizes, budget)
+    choice = choose_clusters(torch.zeros(2, 1, 5), sizes, Limit(tokens=budget))
     assert bool((choice.tokens >= budget).all())
 
 
 # Fetching rows
-
-
-def stored_rows(archive: Archive, index: int) -> Rows:
-    entry = archive.manifest.layers[index]
-    dtype = getattr(torch, archive.manifest.fingerprint.dtype)
-    return read_rows(archive.path / entry.rows_file, entry.key_dim, dtype, exact_only=False)
 
 
 def table_of(archive: Archive, index: int) -> RecallTables:
@@ -301,24 +338,26 @@ def table_of(archive: Archive, index: int) -> RecallTables:
     return table
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_gathered_rows_are_the_stored_rows_of_the_chosen_clusters_bit_for_bit(
-    dtype: torch.dtype, tmp_path: Path
+    dtype: torch.dtype, recipe: str, tmp_path: Path
 ) -> None:
-    archive = uneven_archive(tmp_path / "archive", dtype)
-    table, rows = table_of(archive, 1), stored_rows(archive, 1)
+    archive = uneven_archive(tmp_path / "archive", dtype, base=RECIPES[recipe])
+    table, rows = table_of(archive, 1), read_rows(archive.path / archive.manifest.layers[1].rows_file)
     mass = torch.rand(2, 4, table.n_clusters, generator=torch.Generator().manual_seed(0))
-    choice = choose_clusters(mass.masked_fill(table.sizes.unsqueeze(1) == 0, 0), table.sizes, budget=25)
-    read, real = gather_rows(table, choice)
-    assert read.dtype == dtype
-    both = torch.cat([rows.keys, rows.values], dim=1)
+    choice = choose_clusters(mass.masked_fill(table.sizes.unsqueeze(1) == 0, 0), table.sizes, Limit(tokens=25))
+    found = gather_rows(table, choice)
+    assert found.rows.dtype == torch.uint8
     for head in range(2):
         for row in range(4):
             kept = [c for c in choice.hit_ids()[head, row].tolist() if c >= 0]
-            expected = torch.cat([both[(rows.kv_head == head) & (rows.cluster == c)] for c in kept])
-            assert int(real[head, row].sum()) == len(expected) >= 25
-            found = read[head, row, : len(expected)]
-            assert torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+            expected = torch.cat([rows.payload[(rows.kv_head == head) & (rows.cluster == c)] for c in kept])
+            assert int(found.real[head, row].sum()) == len(expected) >= 25
+            assert torch.equal(found.rows[head, row, : len(expected)], expected)
+            sizes = table.sizes[head, kept]
+            owners = torch.tensor(kept).repeat_interleave(sizes)
+            assert torch.equal(found.cluster[head, row, : len(expected)], owners)
 
 
 def test_the_bias_is_the_logarithm_of_the_size_and_a_limited_correction(uneven: Archive) -> None:

@@ -6,6 +6,7 @@ import logging
 import re
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -13,10 +14,10 @@ import ragkv.recall
 import ragkv.trace
 from ragkv import Archive, ArchiveCache, LoadedModel, PromptLayout, attach, build_archive
 from ragkv.answer import ask
-from ragkv.cache import question_budget
+from ragkv.policy import QUESTION_SHARE
 from ragkv.recall import Choice
 from ragkv.trace import LayerRecall, RecallTrace
-from tests.archives import DOCUMENT, EVERYTHING, QUESTIONS, SMALL, archive_of
+from tests.archives import CODED, DOCUMENT, EVERYTHING, QUESTIONS, SMALL, archive_of
 from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
 
 BUDGET = 30
@@ -53,6 +54,12 @@ def sizes_of(archive: Archive, layer: int) -> torch.Tensor:
     table = archive.layers[layer].recall
     assert table is not None
     return table.sizes
+
+
+def row_bytes_of(archive: Archive, layer: int) -> int:
+    entry = archive.manifest.layers[layer]
+    stored = pq.read_schema(archive.path / entry.rows_file).field("key_value").type.byte_width
+    return int(stored)
 
 
 # Figures
@@ -102,6 +109,13 @@ def test_bytes_are_those_of_the_keys_and_values_recalled(archive: Archive) -> No
         assert entry.bytes == int(entry.tokens.sum()) * 2 * 16 * 4  # key and value of head_dim 16 in float32
 
 
+def test_bytes_of_coded_rows_are_those_of_their_codes_and_scales(tmp_path: Path) -> None:
+    archive = archive_of(tmp_path / "archive", document=DOCUMENT[:900], recipe=CODED)
+    for entry in entries(traced(archive)):
+        assert entry.bytes <= int(entry.tokens.sum()) * (1 + 16 * 4 // 8 + 1 + 16 * 3 // 8)  # int4 keys, int3 values
+        assert entry.bytes == int(entry.tokens.sum()) * row_bytes_of(archive, entry.layer)
+
+
 def test_figures_without_steps_are_the_same(archive: Archive) -> None:
     whole, running = traced(archive), traced(archive, keep_steps=False)
     assert running.steps == []
@@ -132,7 +146,7 @@ def test_ask_reports_the_figures_of_its_trace(archive: Archive) -> None:
 def test_the_budget_is_reached_and_passed_by_less_than_one_cluster(archive: Archive, budget: int) -> None:
     for entry in entries(traced(archive, budget)):
         largest = int(sizes_of(archive, entry.layer).max())
-        wanted = question_budget(budget) if entry.tokens.shape[1] > 1 else budget
+        wanted = int(budget * QUESTION_SHARE) if entry.tokens.shape[1] > 1 else budget
         assert bool((entry.tokens >= wanted).all())
         assert bool((entry.tokens < wanted + largest).all())
 

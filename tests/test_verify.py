@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
 from ragkv import Archive, LoadedModel, PromptLayout, RagkvError, Recipe, attach, build_archive, rows
 from ragkv.errors import ArchiveCorruptError, ArchiveNotFoundError
-from ragkv.faiss_io import read_centroids, write_centroids
-from ragkv.manifest import LayerEntry, read_manifest
+from ragkv.faiss_io import write_centroids
+from ragkv.manifest import read_manifest
 from ragkv.rows import Rows
 from ragkv.verify import verify_archive
-from tests.archives import SMALL, archive_of, loaded
-from tests.forge import edit_manifest, edit_rows, reseal
+from tests.archives import CODED, SMALL, archive_of, loaded
+from tests.forge import edit_exact, edit_manifest, edit_rows, edit_table, entry_of, first_pair, only_layer_one, reseal
 from tests.tiny import TEXT, TINY_MODELS, tiny_model, tiny_tokenizer
 
 
@@ -31,7 +30,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(built: Path, tmp_path: Path) -> Path:
-    """A copy of it to damage."""
+    """A copy of the lossless archive to damage."""
     return shutil.copytree(built, tmp_path / "a")
 
 
@@ -40,26 +39,38 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def one_of_each(folder: Path) -> list[Path]:
-    """Manifest, token table and the three files of one layer."""
+    """Manifest, token table and the five files of one layer."""
     return [found for found in files_of(folder) if not found.name.startswith(("000.", "002."))]
-
-
-def entry_of(folder: Path) -> LayerEntry:
-    return read_manifest(folder).layers[1]
 
 
 # --- sound archives
 
 
+@pytest.mark.parametrize("recipe", [SMALL, CODED], ids=["lossless", "coded"])
 @pytest.mark.parametrize("name", TINY_MODELS)
-def test_every_architecture_is_archived_soundly(name: str, tmp_path: Path) -> None:
-    assert verify_archive(archive_of(tmp_path / "a", model=name, document=TEXT).path) == []
+def test_every_architecture_is_archived_soundly(name: str, recipe: Recipe, tmp_path: Path) -> None:
+    assert verify_archive(archive_of(tmp_path / "a", model=name, document=TEXT, recipe=recipe).path) == []
 
 
+@pytest.mark.parametrize(
+    "codecs", [("int8", "int2"), ("int2", "int8"), ("int3", "int4"), ("lossless", "int2"), ("int8", "lossless")]
+)
+def test_every_codec_is_archived_soundly(codecs: tuple[str, str], tmp_path: Path) -> None:
+    recipe = dataclasses.replace(SMALL, key_codec=codecs[0], value_codec=codecs[1])
+    assert verify_archive(archive_of(tmp_path / "a", recipe=recipe).path) == []
+
+
+def test_layers_with_codecs_of_their_own_are_sound(tmp_path: Path) -> None:
+    own = {"0": {"key_codec": "lossless", "value_codec": "lossless"}, "2": {"value_codec": "int8"}}
+    recipe = dataclasses.replace(CODED, layer_codecs=own)
+    assert verify_archive(archive_of(tmp_path / "a", document=TEXT, recipe=recipe).path) == []
+
+
+@pytest.mark.parametrize("recipe", [SMALL, CODED], ids=["lossless", "coded"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_archived_soundly(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_half_precision_is_archived_soundly(dtype: torch.dtype, recipe: Recipe, tmp_path: Path) -> None:
     model = LoadedModel(model=attach(tiny_model("gemma2").to(dtype)), tokenizer=tiny_tokenizer(), name="half")
-    build_archive(model, TEXT, tmp_path / "a", recipe=SMALL, layout=PromptLayout.plain())
+    build_archive(model, TEXT, tmp_path / "a", recipe=recipe, layout=PromptLayout.plain())
     assert verify_archive(tmp_path / "a") == []
 
 
@@ -74,9 +85,10 @@ def test_many_row_groups_are_sound(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert verify_archive(archive_of(tmp_path / "a", document=TEXT).path) == []
 
 
+@pytest.mark.parametrize("recipe", [SMALL, CODED], ids=["lossless", "coded"])
 @pytest.mark.parametrize("tokens_per_cluster", [1, 1000])
-def test_extreme_cluster_counts_are_sound(tokens_per_cluster: int, tmp_path: Path) -> None:
-    recipe = Recipe(tokens_per_cluster=tokens_per_cluster, window_tokens=16, sink_tokens=4)
+def test_extreme_cluster_counts_are_sound(tokens_per_cluster: int, recipe: Recipe, tmp_path: Path) -> None:
+    recipe = dataclasses.replace(recipe, tokens_per_cluster=tokens_per_cluster)
     assert verify_archive(archive_of(tmp_path / "a", document=TEXT, recipe=recipe).path) == []
 
 
@@ -142,58 +154,71 @@ def test_a_fault_in_one_layer_does_not_hide_that_of_another(folder: Path) -> Non
 # --- damage under checksums that hold
 
 
-def swap(column: str, first: int, second: int) -> Callable[[Rows, Rows], None]:
-    def change(_exact: Rows, archived: Rows) -> None:
-        numbers = getattr(archived, column)
+def swap(column: str, first: int, second: int) -> Callable[[Rows], None]:
+    def change(rows: Rows) -> None:
+        numbers = getattr(rows, column)
         numbers[[first, second]] = numbers[[second, first]]
 
     return change
 
 
-def assign(where: str, column: str, value: float, row: int = 0) -> Callable[[Rows, Rows], None]:
-    def change(exact: Rows, archived: Rows) -> None:
-        getattr(exact if where == "exact" else archived, column)[row] = value
+def assign(column: str, value: int, row: int = 0) -> Callable[[Rows], None]:
+    return lambda rows: getattr(rows, column).__setitem__(row, value)
 
-    return change
+
+def write_float(value: float, place: int = 0, row: int = 0) -> Callable[[Rows], None]:
+    """Set number `place` of a lossless float32 row: keys are numbers 0 to 15, values 16 to 31."""
+    return lambda rows: rows.payload[row].view(torch.float32).__setitem__(place, value)
 
 
 def test_rewriting_without_a_change_stays_sound(folder: Path) -> None:
-    edit_rows(folder, 1, lambda _exact, _archived: None)
+    edit_rows(folder, 1, lambda _rows: None)
+    edit_exact(folder, 1, lambda _rows: None)
     assert verify_archive(folder) == []
 
 
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        (swap("keys", 0, -1), "the centroid is not the mean"),
+        (swap("payload", 0, -1), "the centroid is not the mean"),
         (swap("cluster", 0, 100), "not in order of cluster and then of position"),
-        (assign("archived", "position", 25, row=3), "kv_head 0 does not hold every position"),
-        (assign("archived", "cluster", 999), "beyond the clusters"),
-        (assign("archived", "cluster", -1), "beyond the clusters"),
-        (assign("archived", "kv_head", 1), "not in order of KV head"),
-        (assign("archived", "keys", 9.0), "the centroid is not the mean"),
-        (assign("archived", "values", 9.0), "the mean value is not the mean"),
-        (assign("archived", "values", float("nan")), "a value is NaN"),
-        (assign("archived", "keys", float("inf")), "a key is NaN or infinite"),
-        (assign("exact", "keys", float("-inf")), "a key is NaN or infinite"),
-        (assign("exact", "cluster", 0), "an exact row has a cluster"),
-        (assign("exact", "position", 30), "positions of the exact rows"),
-        (assign("exact", "kv_head", 1), "exact rows are not in order"),
+        (assign("position", 25, row=3), "kv_head 0 does not hold every position"),
+        (assign("cluster", 999), "beyond the clusters"),
+        (assign("cluster", -1), "beyond the clusters"),
+        (assign("kv_head", 1), "not in order of KV head"),
+        (write_float(9.0), "the centroid is not the mean"),
+        (write_float(9.0, place=16), "value_spread is not that of its rows"),
+        (write_float(float("nan"), place=16), "a value is NaN"),
+        (write_float(float("inf")), "a key is NaN or infinite"),
     ],
 )
-def test_a_wrong_row_is_reported(change: Callable[[Rows, Rows], None], fault: str, folder: Path) -> None:
+def test_a_wrong_archived_row_is_reported(change: Callable[[Rows], None], fault: str, folder: Path) -> None:
     edit_rows(folder, 1, change)
-    faults = verify_archive(folder)
-    assert any("layers/001." in line for line in faults)
-    assert not any("layers/000." in line or "layers/002." in line for line in faults)
-    assert any(fault in line for line in faults)
+    assert any(fault in line for line in only_layer_one(folder))
 
 
-def first_pair(folder: Path) -> int:
-    """Index of the first archived row of a layer that is in one cluster with the row after it."""
-    sizes = pq.read_table(folder / entry_of(folder).prototypes_file)["size"].to_pylist()
-    place = next(cluster for cluster, size in enumerate(sizes) if size > 1)
-    return sum(sizes[:place])
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (write_float(float("-inf")), "a key or value is NaN or infinite"),
+        (write_float(float("nan"), place=31), "a key or value is NaN or infinite"),
+        (assign("cluster", 0), "an exact row has a cluster"),
+        (assign("position", 30), "positions are not those that the counts give"),
+        (assign("kv_head", 1), "not in order of KV head"),
+    ],
+)
+def test_a_wrong_exact_row_is_reported(change: Callable[[Rows], None], fault: str, folder: Path) -> None:
+    edit_exact(folder, 1, change)
+    [line] = only_layer_one(folder)
+    assert fault in line
+
+
+def test_archived_rows_in_place_of_exact_ones_are_reported(folder: Path) -> None:
+    entry = entry_of(folder)
+    shutil.copy(folder / entry.rows_file, folder / entry.exact_file)
+    reseal(folder)
+    n_rows = entry.n_kv_heads * entry.exact_tokens
+    assert any(f"rows, the counts give {n_rows}" in fault for fault in only_layer_one(folder))
 
 
 def test_two_positions_swapped_inside_a_cluster_are_reported(folder: Path) -> None:
@@ -205,25 +230,14 @@ def test_two_positions_swapped_inside_a_cluster_are_reported(folder: Path) -> No
 def test_a_row_group_that_cuts_a_cluster_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "ROW_GROUP_ROWS", 1)
     n = read_manifest(folder).archived_tokens
-    edit_rows(folder, 1, lambda _exact, _archived: None, cuts=[[1] * n, [1] * n])
+    edit_rows(folder, 1, lambda _rows: None, cuts=[[1] * n, [1] * n])
     assert any("ends inside a cluster" in fault for fault in verify_archive(folder))
 
 
 def test_a_row_group_of_two_heads_is_reported(folder: Path) -> None:
     n = read_manifest(folder).archived_tokens
-    edit_rows(folder, 1, lambda _exact, _archived: None, cuts=[[2 * n]])
-    assert verify_archive(folder) == ["layers/001.rows.parquet: row group 1 holds more than one KV head"]
-
-
-def change_prototypes(folder: Path, column: str, change: Callable[[list], None]) -> None:
-    path = folder / entry_of(folder).prototypes_file
-    table = pq.read_table(path)
-    numbers = table[column].to_pylist()
-    change(numbers)
-    place = table.schema.get_field_index(column)
-    field = table.schema.field(column)
-    pq.write_table(table.set_column(place, field, pa.array(numbers, field.type)), path)
-    reseal(folder)
+    edit_rows(folder, 1, lambda _rows: None, cuts=[[2 * n]])
+    assert verify_archive(folder) == ["layers/001.rows.parquet: row group 0 holds more than one KV head"]
 
 
 def test_a_wrong_size_is_reported(folder: Path) -> None:
@@ -231,34 +245,49 @@ def test_a_wrong_size_is_reported(folder: Path) -> None:
         sizes[0] += 1
         sizes[1] -= 1
 
-    change_prototypes(folder, "size", move_one)
+    edit_table(folder, entry_of(folder).prototypes_file, "size", move_one)
     faults = verify_archive(folder)
     assert len(faults) == 2
     assert "kv_head 0, cluster 0 has size" in faults[0]
 
 
 def test_prototypes_out_of_order_are_reported(folder: Path) -> None:
-    change_prototypes(folder, "cluster", lambda numbers: numbers.reverse())
+    edit_table(folder, entry_of(folder).prototypes_file, "cluster", lambda numbers: numbers.reverse())
     assert any("not in order of KV head and cluster" in fault for fault in verify_archive(folder))
 
 
-def test_a_wrong_mean_value_is_reported(folder: Path) -> None:
-    change_prototypes(folder, "mean_value", lambda numbers: numbers.__setitem__(0, numbers[1]))
-    assert verify_archive(folder) == [
-        "layers/001.prototypes.parquet: kv_head 0, cluster 0: the mean value is not the mean of its rows"
-    ]
+def test_a_wrong_spread_of_lossless_values_is_reported(folder: Path) -> None:
+    path = entry_of(folder).prototypes_file
+    edit_table(folder, path, "value_spread", lambda numbers: numbers.__setitem__(0, numbers[0] * 1.01))
+    assert verify_archive(folder) == [f"{path}: kv_head 0, cluster 0: value_spread is not that of its rows"]
+
+
+def move_centroids(folder: Path, which: slice, steps: int) -> None:
+    """Move the first number of some centroids by so many steps of its byte; the bytes are the last of the file."""
+    entry = entry_of(folder)
+    path = folder / entry.centroids_file
+    raw = np.frombuffer(path.read_bytes(), dtype=np.uint8).copy()
+    codes = raw[-sum(entry.clusters) * entry.key_dim :].reshape(-1, entry.key_dim)
+    first = codes[which, 0].astype(int)
+    codes[which, 0] = np.where(first < 128, first + steps, first - steps)
+    path.write_bytes(raw.tobytes())
+    reseal(folder)
 
 
 def test_a_wrong_centroid_is_reported(folder: Path) -> None:
+    move_centroids(folder, slice(-1, None), 3)
     entry = entry_of(folder)
-    path = folder / entry.centroids_file
-    centroids = read_centroids(path, (sum(entry.clusters), entry.key_dim), torch.float32).clone()
-    centroids[-1] *= 1.01
-    write_centroids(path, centroids)
-    reseal(folder)
     assert verify_archive(folder) == [
         f"{entry.centroids_file}: kv_head 1, cluster {entry.clusters[1] - 1}: the centroid is not the mean of its rows"
     ]
+
+
+def test_another_mean_key_is_reported(folder: Path) -> None:
+    def move(raw: list[bytes]) -> None:
+        raw[1] = (np.frombuffer(raw[1], "<f4") + np.float32(0.5)).tobytes()
+
+    edit_table(folder, entry_of(folder).bases_file, "key_mean", move)
+    assert any("kv_head 1, cluster 0: the centroid is not the mean" in fault for fault in only_layer_one(folder))
 
 
 def test_a_centroid_shard_of_another_shape_is_reported(folder: Path) -> None:
@@ -271,13 +300,7 @@ def test_a_centroid_shard_of_another_shape_is_reported(folder: Path) -> None:
 
 @pytest.mark.parametrize("column", ["start", "end", "token_id"])
 def test_wrong_offsets_and_ids_are_reported(column: str, folder: Path) -> None:
-    path = folder / "tokens.parquet"
-    table = pq.read_table(path)
-    numbers = table[column].to_numpy().copy()
-    numbers[-2] = -5
-    place, field = table.schema.get_field_index(column), table.schema.field(column)
-    pq.write_table(table.set_column(place, field, pa.array(numbers)), path)
-    reseal(folder)
+    edit_table(folder, "tokens.parquet", column, lambda numbers: numbers.__setitem__(-2, -5))
     faults = verify_archive(folder)
     assert faults
     assert all(fault.startswith("tokens.parquet: ") for fault in faults)
@@ -329,9 +352,9 @@ def test_garbage_under_a_checksum_that_holds_is_reported_and_refused(folder: Pat
 
 
 def test_a_file_of_another_kind_of_table_is_reported(folder: Path) -> None:
-    shutil.copy(folder / "tokens.parquet", folder / "layers" / "000.rows.parquet")
+    shutil.copy(folder / "tokens.parquet", folder / "layers" / "000.exact.parquet")
     reseal(folder)
     [fault] = verify_archive(folder)
-    assert fault.startswith("layer 0: cannot be read (000.rows.parquet has columns [('token_id', 'int32')")
+    assert fault.startswith("layer 0: cannot be read (000.exact.parquet has columns [('token_id', 'int32')")
     with pytest.raises(ArchiveCorruptError):
         Archive.open(folder, loaded("llama"))

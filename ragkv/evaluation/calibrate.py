@@ -23,7 +23,6 @@ from statistics import fmean
 import torch
 
 from ragkv.architecture import model_shape
-from ragkv.errors import ConfigError
 from ragkv.evaluation.calibrate_rule import (
     BASE,
     Choice,
@@ -31,6 +30,7 @@ from ragkv.evaluation.calibrate_rule import (
     LayerPoint,
     Point,
     Sweep,
+    check_questions,
     choose,
     layer_budgets,
 )
@@ -47,19 +47,27 @@ LAYER_QUESTIONS = 6
 
 @dataclass(frozen=True)
 class Calibration:
-    """The result: ``recipe``, and how it came about.
+    """The result: ``final`` is the point whose recipe to use, and the rest is how it came about.
 
     ``base`` is the point of the base recipe. ``dense_scores`` are dense attention's own, where there are gold answers.
     ``layer_check`` is None for a model with too few layers that recall.
     """
 
-    recipe: Recipe
     grid: tuple[Point, ...]
     base: Point
     dense_scores: tuple[float, ...]
     choice: Choice
     layers: tuple[LayerPoint, ...]
     layer_check: LayerCheck | None
+
+    @property
+    def final(self) -> Point:
+        check = self.layer_check
+        return check.by_layer if check is not None and check.kept else self.choice.chosen
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.final.recipe
 
 
 @dataclass(frozen=True)
@@ -112,7 +120,6 @@ def calibrate(
     candidate = layer_budgets(recipe, layers)
     check = None if candidate is None else _check_layers(bench, tasks, recipe, candidate)
     return Calibration(
-        recipe=check.recipe if check is not None and check.kept else recipe,
         grid=grid,
         base=next(point for point in points.values() if point.recipe == sweep.base),
         dense_scores=_scores(_outcomes(measured, DENSE)),
@@ -124,12 +131,6 @@ def calibrate(
 
 def n_questions(tasks: Iterable[Task]) -> int:
     return sum(len(task.questions.items) for task in tasks if task.questions is not None)
-
-
-def check_questions(n_asked: int) -> None:
-    """Refuse fewer questions than the standard error of a difference needs."""
-    if n_asked < 2:
-        raise ConfigError(f"calibrate: {n_asked} question in all; the rule needs at least 2, and more tell more")
 
 
 def _single_layers(bench: _Bench, tasks: Sequence[Task], recipe: Recipe) -> tuple[LayerPoint, ...]:
@@ -147,10 +148,11 @@ def _single_layers(bench: _Bench, tasks: Sequence[Task], recipe: Recipe) -> tupl
 
 
 def _check_layers(bench: _Bench, tasks: Sequence[Task], recipe: Recipe, candidate: Recipe) -> LayerCheck:
-    specs = [SubjectSpec("even", recipe=recipe), SubjectSpec("by layer", recipe=candidate)]
+    recipes = {"even budgets": recipe, "budgets by layer": candidate}
+    specs = [SubjectSpec(name, recipe=each) for name, each in recipes.items()]
     measured = bench.run("layer budgets", tasks, specs)
-    even, by_layer = (_losses(_outcomes(measured, name)) for name in ("even", "by layer"))
-    return LayerCheck(candidate, even, by_layer)
+    even, by_layer = (_point(measured, name, each) for name, each in recipes.items())
+    return LayerCheck(even, by_layer)
 
 
 def _fewer(task: Task, n_kept: int) -> Task:

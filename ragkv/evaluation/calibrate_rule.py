@@ -126,22 +126,20 @@ class LayerPoint:
 
 @dataclass(frozen=True)
 class LayerCheck:
-    """``recipe`` has budgets by layer; ``gain`` is the mean of the losses that it saves, ``error`` its standard error.
+    """The same recall in every layer (``even``) against budgets by layer, on the same questions."""
 
-    Losses are per question, of the same recall in every layer (``even``) and of the candidate (``by_layer``).
-    """
-
-    recipe: Recipe
-    even: tuple[float, ...]
-    by_layer: tuple[float, ...]
+    even: Point
+    by_layer: Point
 
     @property
     def gain(self) -> float:
-        return fmean(self.even) - fmean(self.by_layer)
+        """How much lower the mean loss is by layer."""
+        return self.even.loss - self.by_layer.loss
 
     @property
     def error(self) -> float:
-        return standard_error([a - b for a, b in zip(self.even, self.by_layer, strict=True)])
+        """Standard error of `gain`."""
+        return paired_error(self.even, self.by_layer)
 
     @property
     def kept(self) -> bool:
@@ -174,9 +172,20 @@ def point_name(tokens_per_cluster: int, codec: str, budget: int) -> str:
     return f"{tokens_per_cluster} per cluster, {codec}, budget {budget}"
 
 
+def check_questions(n_asked: int) -> None:
+    """Refuse fewer questions than the standard error of a difference needs."""
+    if n_asked < 2:
+        raise ConfigError(f"calibrate: {n_asked} question in all; the rule needs at least 2, and more tell more")
+
+
 def standard_error(values: Sequence[float]) -> float:
     """Of the mean; 0 for a single value."""
     return stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+
+
+def paired_error(one: Point, other: Point) -> float:
+    """Standard error of the difference between the losses of two points."""
+    return standard_error([a - b for a, b in zip(one.losses, other.losses, strict=True)])
 
 
 def _knee(costs: Sequence[float], points: Sequence[Point]) -> Knee:

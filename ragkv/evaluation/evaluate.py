@@ -1,4 +1,4 @@
-"""The whole evaluation: plan, run or go on with a run, summarise, and write what was found."""
+"""The whole evaluation: plan, run or go on with a run, and summarise what was found."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from ragkv.architecture import model_shape
 from ragkv.bench import environment
-from ragkv.errors import ConfigError, MissingExtraError
+from ragkv.errors import MissingExtraError
 from ragkv.evaluation.frontier import COSTS, KL, Frontier, judge_frontier
 from ragkv.evaluation.plan import (
     BOUNDS,
@@ -29,7 +29,7 @@ from ragkv.layout import PromptLayout
 from ragkv.models import LoadedModel
 from ragkv.version import __version__
 
-RESULT_FILE, REPORT_FILE, LAYERS_FILE = "result.json", "report.html", "layers.json"
+LAYERS_FILE = "layers.json"
 LAYER_QUESTIONS = 4
 
 _PACKAGES = {"matplotlib": "plot", "torchmetrics": "eval"}
@@ -53,8 +53,8 @@ class Evaluation:
 
     @property
     def main(self) -> str:
-        """The archive that verdicts are about: the first one."""
-        return next(each.name for each in self.contenders if each.kind == "archive")
+        """The archive that verdicts are about: the usual one of the first recipe."""
+        return next(each.name for each in self.contenders if each.usual)
 
     def to_dict(self) -> dict[str, Any]:
         subjects = {
@@ -149,25 +149,6 @@ def judge_frontiers(
     return tuple(found)
 
 
-def write_result(evaluation: Evaluation, out: Path) -> None:
-    """Write ``result.json`` and ``report.html``.
-
-    Raises
-    ------
-    ConfigError
-        If one of them cannot be written.
-    """
-    from ragkv.evaluation.eval_report import build_report
-    from ragkv.evaluation.report import write_report
-
-    text = json.dumps(evaluation.to_dict(), indent=1, allow_nan=False) + "\n"
-    try:
-        (out / RESULT_FILE).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{str(out / RESULT_FILE)!r} cannot be written: {error.strerror}") from error
-    write_report(build_report(evaluation), out / REPORT_FILE)
-
-
 def _layers(
     model: LoadedModel,
     contenders: Sequence[Contender],
@@ -176,15 +157,14 @@ def _layers(
     layout: PromptLayout,
     on_progress: Progress | None,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Layer by layer for the first subject of each recipe, on the first document with questions; kept in the folder."""
+    """Layer by layer for the usual subject of each recipe, on the first document with questions; kept in the folder."""
     path = out / LAYERS_FILE
     if path.exists():
         kept: dict[str, list[dict[str, Any]]] = json.loads(path.read_text(encoding="utf-8"))
         return kept
     task = next(each for each in tasks if each.questions is not None)
-    first = {each.family: each for each in reversed(contenders) if each.kind == "archive"}
     found: dict[str, list[dict[str, Any]]] = {}
-    for contender in reversed(first.values()):
+    for contender in (each for each in contenders if each.usual):
         layers = measure_layers(
             model, task, contender.spec, layout=layout, n_questions=LAYER_QUESTIONS, on_progress=on_progress
         )

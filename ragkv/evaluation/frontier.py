@@ -70,7 +70,7 @@ class Frontier:
     @property
     def words(self) -> str:
         """The verdict for a reader."""
-        quality = "KL" if self.quality == KL else f"score ({self.quality})"
+        quality = "KL" if self.quality == KL else f"Score ({self.quality})"
         what = f"{quality} against {COSTS[self.cost]}"
         if not self.rivals:
             return f"{what}: nothing else was measured, so there is no frontier to be on."

@@ -107,12 +107,17 @@ class EvalOptions:
 
 @dataclass(frozen=True)
 class Contender:
-    """A subject and how reports group it: subjects of one `family` differ in `budget` only."""
+    """A subject and how reports group it: subjects of one `family` differ in `budget` only.
+
+    Of each recipe's archives one is ``usual``: steps, layers and verdicts are about it. It has the recipe's own budget
+    where that is swept, else the first one.
+    """
 
     spec: SubjectSpec
     kind: Kind
     family: str
     budget: int | None
+    usual: bool = False
 
     @property
     def name(self) -> str:
@@ -128,20 +133,20 @@ def context_limit(shape: ModelShape) -> int | None:
 def plan_subjects(options: EvalOptions, shape: ModelShape) -> tuple[Contender, ...]:
     """Every archive under every budget, its steps, then the peers; those that share an archive stand together."""
     planned: list[Contender] = []
+    budgets: tuple[int | None, ...] = options.budgets or (None,)
     for name, recipe in options.recipes.items():
         recipe.check_layers(len(shape.layers))
-        policies = [(budget, recipe.recall.with_budget(budget)) for budget in options.budgets]
-        for budget, policy in policies or [(None, recipe.recall)]:
-            label = _label(name, budget)
-            planned.append(Contender(SubjectSpec(label, recipe=recipe, policy=policy), "archive", name, budget))
-        if options.steps:
-            planned += _steps(name, recipe, policies[0][1] if policies else recipe.recall, len(shape.layers))
-    usual = next(iter(options.recipes.values())).recall.budget
-    for name in options.peers:
-        budgets = [None] if name in UNBUDGETED or not options.budgets else list(options.budgets)
+        usual = recipe.recall.budget if recipe.recall.budget in budgets else budgets[0]
         for budget in budgets:
-            policy = PeerPolicy(name=name, budget=budget or usual)
-            planned.append(Contender(SubjectSpec(_label(name, budget), peer=policy), "peer", name, budget))
+            spec = SubjectSpec(_label(name, budget), recipe=recipe, policy=_policy(recipe, budget))
+            planned.append(Contender(spec, "archive", name, budget, usual=budget == usual))
+        if options.steps:
+            planned += _steps(name, recipe, _policy(recipe, usual), len(shape.layers))
+    default = next(iter(options.recipes.values())).recall.budget
+    for name in options.peers:
+        for budget in (None,) if name in UNBUDGETED else budgets:
+            peer = PeerPolicy(name=name, budget=budget or default)
+            planned.append(Contender(SubjectSpec(_label(name, budget), peer=peer), "peer", name, budget))
     return tuple(planned)
 
 
@@ -241,6 +246,10 @@ def _cut(stories: Sequence[str], n_context: int, tokenizer: PreTrainedTokenizerB
         if len(ends) >= wanted:
             return text[: ends[n_context - 1]], text[ends[n_context - 1] : ends[wanted - 1]]
     raise ConfigError(f"all stories together are shorter than {wanted} tokens; ask for fewer")
+
+
+def _policy(recipe: Recipe, budget: int | None) -> RecallPolicy:
+    return recipe.recall if budget is None else recipe.recall.with_budget(budget)
 
 
 def _label(name: str, budget: int | None) -> str:

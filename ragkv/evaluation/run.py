@@ -180,7 +180,7 @@ def measure_layers(
 
 def _prefilled(model: LoadedModel, task: Task, layout: PromptLayout, report: Progress) -> tuple[Document, float]:
     """The document in the model's own cache, and the seconds that took."""
-    tokens = tokenize_prompt(model.tokenizer, layout, task.text)
+    tokens = task.tokens or tokenize_prompt(model.tokenizer, layout, task.text)
     started = time.perf_counter()
     dense = prefill_cache(
         model.model,
