@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from ragkv.cli.app import app
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
-COMMANDS = ("ledger", "fit", "build", "ask", "inspect", "verify", "bench")
+COMMANDS = ("ledger", "fit", "build", "ask", "inspect", "verify", "bench", "calibrate", "eval")
 _INTRODUCTION = """\
 # Command line
 

@@ -38,7 +38,7 @@ app.command("eval")(evaluate)
 
 def squad() -> str:
     paragraphs = []
-    for number in range(24):
+    for number in range(60):
         text = f"On day {number} the keeper Agnes Moore wrote {number * 7 % 31} ships in the green book of the harbour."
         answer = {"text": "Agnes Moore", "answer_start": text.index("Agnes Moore")}
         paragraphs.append({"context": text, "qas": [{"question": f"Who wrote on day {number}?", "answers": [answer]}]})

@@ -12,14 +12,15 @@ import torch
 
 from ragkv import Archive, ArchiveCache
 from ragkv.policy import RecallPolicy
-from tests.archives import CODED, EVERYTHING, QUESTIONS, SMALL, archive_of
+from tests.archives import CODED, DOCUMENT, EVERYTHING, QUESTIONS, SMALL, archive_of
 from tests.dense import dense_answer, dense_logits, stock_copy
 from tests.tiny import TINY_MODELS, WINDOW
 
 N_NEW = 20
 INT8 = replace(SMALL, key_codec="int8", value_codec="int8")
-INT8_DISTANCE = 0.05
-"""Relative distance of the logits from dense ones that int8 keys and values keep to; measured, see the tests."""
+TEXT = DOCUMENT[:1600]
+INT8_DISTANCE = 0.04
+"""How far the logits of int8 keys and values may be from dense ones, as a share of their length; measured: 0.02."""
 
 
 class Case:
@@ -27,7 +28,7 @@ class Case:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
-        self.archive = archive_of(folder / name, model=name)
+        self.archive = archive_of(folder / name, model=name, document=TEXT)
         self.model = self.archive.model.model
         self.stock = stock_copy(self.model)
         self.context = self.archive.tokens.ids.tolist()
@@ -35,11 +36,11 @@ class Case:
 
     @cached_property
     def int8(self) -> Archive:
-        return archive_of(self.folder / f"{self.name}-int8", model=self.name, recipe=INT8)
+        return archive_of(self.folder / f"{self.name}-int8", model=self.name, document=TEXT, recipe=INT8)
 
     @cached_property
     def coded(self) -> Archive:
-        return archive_of(self.folder / f"{self.name}-coded", model=self.name, recipe=CODED)
+        return archive_of(self.folder / f"{self.name}-coded", model=self.name, document=TEXT, recipe=CODED)
 
     def question(self, text: str) -> list[int]:
         row = self.archive.questions([text])
@@ -109,6 +110,9 @@ def test_recalled_codes_equal_dense_attention_over_what_they_decode_to(case: Cas
 
 
 def test_eight_bits_stay_near_dense_attention(case: Case) -> None:
-    found, expected = case.logits(ArchiveCache(case.int8, budget=EVERYTHING)), case.dense_logits(QUESTIONS[2])
-    assert float((found - expected).norm() / expected.norm()) < INT8_DISTANCE
-    assert int(found[-1].argmax()) == int(expected[-1].argmax())
+    """The median token, since a mixture of experts may send one token to another expert altogether."""
+    found = torch.cat([case.logits(ArchiveCache(case.int8, budget=EVERYTHING), text) for text in QUESTIONS])
+    expected = torch.cat([case.dense_logits(text) for text in QUESTIONS])
+    distance = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert float(distance.median()) < INT8_DISTANCE
+    assert float((found.argmax(-1) == expected.argmax(-1)).float().mean()) > 0.9

@@ -160,7 +160,7 @@ torch.set_num_threads(1)
 (Path(sys.argv[1]) / f"ready-{sys.argv[2]}").touch()
 while len(list(Path(sys.argv[1]).glob("ready-*"))) < 2:
     pass
-for _ in range(4):
+for _ in range(3):
     build(Path(sys.argv[1]) / "out" / "a", OTHER if sys.argv[2] == "1" else TEXT)
 """
 
@@ -178,7 +178,7 @@ SWAPPER = """
 import sys
 from pathlib import Path
 from ragkv.publish import staging
-for _ in range(100):
+for _ in range(40):
     with staging(Path(sys.argv[1]) / "a") as folder:
         (folder / "manifest.json").write_text("{}")
 """

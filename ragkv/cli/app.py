@@ -10,6 +10,8 @@ import typer
 from ragkv.cli.ask import ask
 from ragkv.cli.bench import bench
 from ragkv.cli.build import build
+from ragkv.cli.calibrate import calibrate
+from ragkv.cli.eval import evaluate
 from ragkv.cli.fit import fit
 from ragkv.cli.inspect import inspect
 from ragkv.cli.ledger import ledger
@@ -34,6 +36,8 @@ app.command("ask")(ask)
 app.command("inspect")(inspect)
 app.command("verify")(verify)
 app.command("bench")(bench)
+app.command("calibrate")(calibrate)
+app.command("eval")(evaluate)
 
 
 def _show_version(wanted: bool) -> None:

@@ -114,7 +114,7 @@ def calibrate(
         max_new_tokens=max_new_tokens,
     )
     _require_extras(plan)
-    settings = _settings(sources, plan, sweep, dtype, device)
+    settings = _settings(sources, plan, sweep)
     _claim(out_dir, settings)
     print_note(_effort(sources, plan, sweep))
     name = model or sources[0].manifest.model_name
@@ -156,10 +156,8 @@ def _require_extras(plan: Plan) -> None:
         raise MissingExtraError("answer scores need torchmetrics: pip install 'ragkv[eval]'")
 
 
-def _settings(
-    sources: tuple[Source, ...], plan: Plan, sweep: Sweep, dtype: str | None, device: str | None
-) -> dict[str, object]:
-    """All that changes results: a run goes on only where they are the same."""
+def _settings(sources: tuple[Source, ...], plan: Plan, sweep: Sweep) -> dict[str, object]:
+    """All that changes results and is known without the model: a run goes on only where it is the same."""
     from ragkv.manifest import TOKENS_FILE
     from ragkv.version import __version__
 
@@ -167,8 +165,6 @@ def _settings(
     return {
         "ragkv": __version__,
         "model": {name: value for name, value in first.fingerprint.to_dict().items() if name != "dtype"},
-        "dtype": dtype,
-        "device": device,
         "archives": {source.name: source.manifest.files[TOKENS_FILE].sha256 for source in sources},
         "layout": first.layout.to_dict(),
         "asked": plan.to_dict(),
@@ -228,21 +224,21 @@ def _measure(
     first = sources[0].manifest
     require_match(first.fingerprint, loaded.model, loaded.tokenizer)
     tasks = make_tasks(loaded, sources, plan)
+    placed = {"dtype": str(loaded.model.dtype).removeprefix("torch."), "device": loaded.model.device.type}
     with progress() as report:
         calibration = measuring.calibrate(
-            loaded, tasks, sweep, out_dir, layout=first.layout, settings=settings, on_progress=report
+            loaded, tasks, sweep, out_dir, layout=first.layout, settings={**settings, **placed}, on_progress=report
         )
     about = About(
         model=name,
         archives={source.name: source.manifest.n_tokens for source in sources},
         questions=plan.description,
         metric=plan.metric,
-        base_name="the default recipe" if sweep.base == Recipe() else "the base recipe",
+        base="default" if sweep.base == Recipe() else "base",
         settings={
             "model": name,
             "weights SHA-256": first.fingerprint.weights_sha256,
-            "dtype": str(loaded.model.dtype).removeprefix("torch."),
-            "device": str(loaded.model.device),
+            **placed,
             "tokens per cluster": ", ".join(map(str, sweep.tokens_per_cluster)),
             "codecs": ", ".join(sweep.codecs),
             "budgets": ", ".join(map(str, sweep.budgets)),

@@ -176,15 +176,17 @@ def _progress() -> Iterator[Report]:
 
 
 def _table(evaluation: Evaluation, group: str, subjects: tuple[SubjectSummary, ...]) -> Table:
-    table = Table(title=f"{evaluation.model}, {group}", title_justify="left", box=SIMPLE_HEAD)
-    table.add_column("subject", no_wrap=True)
     first = subjects[0]
+    held = format_bytes(int(first.bytes.resident))
+    title = f"{evaluation.model}, {group}; dense holds {held}, bytes are over those of dense"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table.add_column("subject", no_wrap=True)
     scores = [] if first.answers is None else list(first.answers.scores)
     headings = [scores[-1], "minus dense", "s.e.", "KL"] if scores else ["perplexity", "x dense", "tail x dense"]
-    for heading in (*headings, "read", "resident", "disk"):
+    for heading in (*headings, "read", "memory", "disk"):
         table.add_column(heading, justify="right")
     for subject in subjects:
-        table.add_row(subject.subject, *_quality(subject), *_sizes(subject, as_ratios=subject is not first))
+        table.add_row(subject.subject, *_quality(subject), *_sizes(subject))
     return table
 
 
@@ -198,10 +200,8 @@ def _quality(subject: SubjectSummary) -> list[str]:
     return [] if found is None else [f"{found.value:.2f}", f"{found.ratio:.4f}", f"{found.tail_ratio:.4f}"]
 
 
-def _sizes(subject: SubjectSummary, *, as_ratios: bool) -> list[str]:
-    """Bytes read per token, resident and on disk; all but the first row over those of dense."""
+def _sizes(subject: SubjectSummary) -> list[str]:
+    """Bytes read per token, resident and on disk, over those of dense."""
     sizes = subject.bytes
-    if as_ratios:
-        ratios = (sizes.read_over_dense, sizes.resident_over_dense, sizes.disk_over_dense)
-        return ["-" if ratio is None else f"{ratio:.3f}x" for ratio in ratios]
-    return ["-" if size is None else format_bytes(int(size)) for size in (sizes.read, sizes.resident, sizes.disk)]
+    ratios = (sizes.read_over_dense, sizes.resident_over_dense, sizes.disk_over_dense)
+    return ["-" if ratio is None else f"{ratio:.3f}x" for ratio in ratios]

@@ -170,8 +170,8 @@ def _outcomes(measured: Sequence[Measured], subject: str) -> list[Outcome]:
 
 
 def _losses(outcomes: Sequence[Outcome]) -> tuple[float, ...]:
-    """Mean KL of every question."""
-    return tuple(fmean(outcome.kl) for outcome in outcomes)
+    """Mean KL of every question; rounding can put that of an exact one just below 0."""
+    return tuple(max(0.0, fmean(outcome.kl)) for outcome in outcomes)
 
 
 def _scores(outcomes: Sequence[Outcome]) -> tuple[float, ...]:

@@ -16,6 +16,7 @@ from ragkv.errors import ConfigError
 from ragkv.evaluation.calibrate import Calibration
 from ragkv.evaluation.calibrate_rule import Point, standard_error
 from ragkv.evaluation.calibrate_words import About, describe, layer_verdict, more_budget, verdict
+from ragkv.evaluation.knee import Knee
 from ragkv.evaluation.report import Cell, Picture, Report, Section, Table, write_report
 from ragkv.evaluation.report_figures import Axis, Bars, Series, draw_bars, draw_curves
 
@@ -79,7 +80,7 @@ def result_dict(calibration: Calibration, about: About) -> dict[str, Any]:
         "grid": [point_dict(point) for point in calibration.grid],
         "pairs": [point.name for point in choice.pairs],
         "curve": [point.name for point in choice.curve],
-        "knees": {"pairs": dataclasses.asdict(choice.pair_knee), "budget": dataclasses.asdict(choice.budget_knee)},
+        "knees": {"pairs": _knee_dict(choice.pair_knee), "budget": _knee_dict(choice.budget_knee)},
         "layers": [
             {"layer": point.layer, "kl": fmean(point.losses), "kl_standard_error": standard_error(point.losses)}
             for point in calibration.layers
@@ -117,6 +118,10 @@ def point_dict(point: Point) -> dict[str, Any]:
         "resident_over_dense": point.resident,
         "disk_over_dense": point.disk,
     }
+
+
+def _knee_dict(knee: Knee) -> dict[str, Any]:
+    return {**dataclasses.asdict(knee), "margins": list(knee.margins)}
 
 
 def table_text(calibration: Calibration) -> str:
@@ -174,8 +179,9 @@ def build_report(calibration: Calibration, about: About) -> Report:
 def _budget_section(calibration: Calibration, about: About) -> Section:
     curve, knee, base = calibration.choice.curve, calibration.choice.budget_knee, calibration.base
     on_curve = any(point.name == base.name for point in curve)
+    found = "knee" if knee.flat else "chosen"
     labels = [
-        " and ".join(name for name, here in (("knee", at == knee.chosen), ("base", point.name == base.name)) if here)
+        " and ".join(name for name, here in ((found, at == knee.chosen), (about.base, point.name == base.name)) if here)
         for at, point in enumerate(curve)
     ]
     # A budget says nothing of a base recipe that recalls by clusters or by mass.
@@ -184,14 +190,14 @@ def _budget_section(calibration: Calibration, about: About) -> Section:
     for x_label, cost in ((_BUDGET, _budget), (_READ, _read)):
         series = [_series(curve, cost, labels=labels)]
         if not on_curve and (by_budget or cost is _read):
-            series.append(_series([base], cost, name="base", labels=["base"]))
+            series.append(_series([base], cost, name=about.base, labels=[about.base]))
         words = "; ".join(f"{cost(point):.3g}: {point.loss:.3g}" for point in curve)
         pictures.append(
             Picture(
-                draw_curves(series, x=Axis(x_label, log=True), y=Axis(_KL)),
-                f"{x_label}: loss of the chosen clusters and codec; 'base' is {about.base_name}. Bars are standard "
+                draw_curves(series, x=Axis(x_label, log=cost is _budget), y=Axis(_KL)),
+                f"{x_label}: loss of the chosen clusters and codec, and of the {about.base} recipe. Bars are standard "
                 "errors over questions.",
-                f"A curve of KL against {x_label}: {words}. The knee is at {cost(curve[knee.chosen]):.3g}.",
+                f"A curve of KL against {x_label}: {words}. Chosen: {cost(curve[knee.chosen]):.3g}.",
             )
         )
     second = "Another rule (farthest below the chord, Kneedle) finds no knee."
@@ -223,7 +229,7 @@ def _pairs_section(calibration: Calibration) -> Section:
     )
     series = [_series(points, _read) for points in _by_pair(calibration)]
     picture = Picture(
-        draw_curves(series, x=Axis(_READ, log=True), y=Axis(_KL, log=True)),
+        draw_curves(series, x=Axis(_READ), y=Axis(_KL, log=True)),
         "Loss against bytes read, for all pairs.",
         f"Curves of KL against bytes read, one for each pair: {_ends(series)}.",
     )

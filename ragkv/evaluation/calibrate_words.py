@@ -16,14 +16,14 @@ from ragkv.recipe import Recipe
 class About:
     """What was calibrated, for a reader: ``archives`` maps names to tokens, ``questions`` says what was asked.
 
-    ``base_name`` is what the report calls the base recipe; ``settings`` stand at the end of it.
+    ``base`` is what the report calls the base recipe, in one word; ``settings`` stand at the end of it.
     """
 
     model: str
     archives: Mapping[str, int]
     questions: str
     metric: str | None
-    base_name: str
+    base: str
     settings: Mapping[str, Cell]
 
 
@@ -31,11 +31,9 @@ def verdict(calibration: Calibration, about: About) -> str:
     """What was chosen, against the base recipe, and whether more budget still helps."""
     final, base = calibration.final, calibration.base
     if final.recipe == base.recipe:
-        against = f"It is {about.base_name} itself."
+        against = f"It is the {about.base} recipe itself."
     else:
-        against = (
-            f"{about.base_name.capitalize()} ({describe(base.recipe)}): {_figures(base)}. {_compared(final, base)}"
-        )
+        against = f"The {about.base} recipe ({describe(base.recipe)}): {_figures(base)}. {_compared(final, base)}"
     return (
         f"Chosen: {describe(final.recipe)}: {_figures(final)}. {against} {more_budget(calibration)} "
         f"{layer_verdict(calibration)}"

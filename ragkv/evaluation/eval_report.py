@@ -44,7 +44,8 @@ _TIMES_NOTE = (
 )
 _BYTES_NOTE = (
     "Bytes are over all layers, mean over documents. Read: prototypes, exact tokens and recalled rows for one answer "
-    "token. Resident: what must stay in memory. Disk: what a restart without a prefill would read."
+    "token. Resident: what must stay in memory. Disk: what a restart without a prefill would read. Peak memory is "
+    "measured by ragkv bench."
 )
 _STEPS_NOTE = (
     "Each step alone and both together. Codes only: the archive's own codes, every token attended to. Clusters only: "
@@ -150,8 +151,8 @@ def _suite_section(group: GroupSummary, evaluation: Evaluation) -> Section:
     fails = {} if dense.answers is None else {name: score.fails for name, score in dense.answers.scores.items()}
     failed = ", ".join(f"{share:.0%} by {name}" for name, share in fails.items())
     blocks: list[Block] = [
-        f"{group.n_documents} documents of {group.fewest_tokens:,} to {group.most_tokens:,} tokens, {n_items} "
-        f"questions. Dense attention itself fails on {failed}: a score of 0 by F1 or a share, below 1 otherwise.",
+        f"Documents: {group.n_documents}, of {group.fewest_tokens:,} to {group.most_tokens:,} tokens. Questions: "
+        f"{n_items}. Dense attention itself fails on {failed}: a score of 0 by F1 or a share, below 1 otherwise.",
         score_table(group, main),
         _FIDELITY_NOTE,
         fidelity_table(group, main),
