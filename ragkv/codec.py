@@ -13,6 +13,7 @@ and the weighted sum of codes is transformed back once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -73,6 +74,16 @@ class Basis:
     widths: Widths
     rows: torch.Tensor
     mean: torch.Tensor
+
+    @cached_property
+    def middles(self) -> torch.Tensor:
+        """What takes a level to the middle of its interval, in steps: (n_kept,) float32."""
+        return self.widths.per_coefficient(-127.5, -7.5, -1.5).to(self.rows.device)
+
+    @cached_property
+    def scales(self) -> torch.Tensor:
+        """The scale that each byte stands for: (256,) float32."""
+        return _scale(torch.arange(256, dtype=torch.uint8, device=self.rows.device))
 
     def to(self, device: torch.device) -> Basis:
         return Basis(widths=self.widths, rows=self.rows.to(device), mean=self.mean.to(device))
@@ -151,16 +162,15 @@ def encode(residuals: torch.Tensor, basis: Basis, *, metric: torch.Tensor | None
     return torch.cat([scale, pack((codes + half).to(torch.uint8), widths)], dim=-1)
 
 
-def decode_codes(raw: torch.Tensor, widths: Widths) -> tuple[torch.Tensor, torch.Tensor]:
+def decode_codes(raw: torch.Tensor, basis: Basis) -> tuple[torch.Tensor, torch.Tensor]:
     """Split coded tokens (..., n_bytes) uint8 into coefficients (..., n_kept) float32, in steps, and scale (...,)."""
-    offset = widths.per_coefficient(-127.5, -7.5, -1.5).to(raw.device)
-    codes = unpack(raw[..., 1:], widths).float().add_(offset)
-    return codes, _scale(raw[..., 0])
+    codes = unpack(raw[..., 1:], basis.widths).float().add_(basis.middles)
+    return codes, basis.scales[raw[..., 0].long()]
 
 
 def decode(raw: torch.Tensor, basis: Basis) -> torch.Tensor:
     """Residuals (n_kv_heads, n_tokens, dim) float32 of coded tokens (n_kv_heads, n_tokens, n_bytes) uint8."""
-    codes, scale = decode_codes(raw, basis.widths)
+    codes, scale = decode_codes(raw, basis)
     return (codes * scale.unsqueeze(-1)) @ basis.rows
 
 

@@ -63,7 +63,7 @@ class Payload:
 def _numbers(raw: torch.Tensor, basis: Basis | None, dtype: torch.dtype) -> Numbers:
     if basis is None:
         return Numbers(raw.contiguous().view(dtype).float(), None)
-    return Numbers(*decode_codes(raw, basis.widths))
+    return Numbers(*decode_codes(raw, basis))
 
 
 def to_bits(tensor: torch.Tensor) -> torch.Tensor:
