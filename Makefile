@@ -6,7 +6,7 @@ EXTRA  ?= cpu
 BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check -qq
 STAMP := $(VENV)/.ragkv-installed-$(EXTRA)
-CODE  := ragkv tests pipelines
+CODE  := ragkv tests pipelines notebooks
 OTHER_FAISS := $(if $(filter gpu,$(EXTRA)),faiss-cpu,faiss-gpu)
 
 .DEFAULT_GOAL := help

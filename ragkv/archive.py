@@ -102,7 +102,8 @@ class Archive:
         for layer in self.layers:
             held += [layer.keys, layer.values, layer.bias, layer.exact_positions]
             if layer.recall is not None:
-                held += [layer.recall.sizes, layer.recall.priority, layer.recall.address]
+                table = layer.recall
+                held += [table.sizes, table.priority, table.address, table.axes, table.axis_variances]
                 for basis in (layer.recall.payload.key_basis, layer.recall.payload.value_basis):
                     held += [] if basis is None else [basis.rows, basis.mean]
         for index, whole in tuple(self._whole.items()):

@@ -17,9 +17,6 @@ from functools import cached_property
 
 import torch
 
-CODEC_BITS: dict[str, int] = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}
-"""Mean bits per number of each lossy codec; the scale of a token takes one byte more."""
-
 SCALES_PER_OCTAVE = 8
 ZERO_SCALE = 0
 """Scale code of a token whose residual is stored as exactly zero."""
@@ -30,6 +27,7 @@ _SCALE_STEPS = (-4, -1, 2, 5, 8)  # around the token's own root mean square, in 
 # Directions of a smaller share of the largest deviation are left out. Few tokens span few directions, and rounding the
 # others to bfloat16 reaches into the rest: there it would count in steps without end.
 _EMPTY = 1e-3
+_LEAST = 1e-30  # so are those that float32 cannot be divided by
 
 # Step of the uniform quantiser with least squared error for a Gaussian of unit variance, and that error (Max 1960; the
 # figures of 8 bits leave room for outliers of four standard deviations).
@@ -83,7 +81,7 @@ class Basis:
     @cached_property
     def scales(self) -> torch.Tensor:
         """The scale that each byte stands for: (256,) float32."""
-        return _scale(torch.arange(256, dtype=torch.uint8, device=self.rows.device))
+        return scale_of(torch.arange(256, dtype=torch.uint8, device=self.rows.device))
 
     def to(self, device: torch.device) -> Basis:
         return Basis(widths=self.widths, rows=self.rows.to(device), mean=self.mean.to(device))
@@ -95,20 +93,32 @@ def fit_basis(residuals: torch.Tensor, bits: int, *, metric: torch.Tensor | None
     `metric` (n_kv_heads, dim, dim), symmetric, is A where the error of a residual e counts as ``|A e|^2``; plain
     squared error without it.
     """
-    n_heads, n_tokens, dim = residuals.shape
-    points = residuals.double()
-    weigh = torch.eye(dim, dtype=torch.float64).expand(n_heads, -1, -1) if metric is None else metric.double().cpu()
-    covariance = (points.transpose(1, 2) @ points / max(1, n_tokens)).cpu()
-    variance, axes = torch.linalg.eigh(weigh @ covariance @ weigh)  # ascending
-    variance, axes = variance.flip(1).clamp_min(0), axes.flip(2)
-    widths = allocate(variance.float(), -(-dim * bits // 8))
+    n_heads, _, dim = residuals.shape
+    variance, axes, weigh = principal_axes(residuals, metric)
+    widths = allocate(variance, -(-dim * bits // 8))
     kept = axes[..., : widths.n_kept].transpose(1, 2)  # (n_kv_heads, n_kept, dim) in the metric's space
     deviation = variance[:, : widths.n_kept].sqrt()
-    deviation = deviation.masked_fill(deviation < _EMPTY * deviation[:, :1], 0)
+    deviation = deviation.masked_fill(deviation < (_EMPTY * deviation[:, :1]).clamp_min(_LEAST), 0)
     length = deviation * widths.per_coefficient(_STEP[8], _STEP[4], _STEP[2]).double()
     rows = torch.linalg.solve(weigh, (kept * length.unsqueeze(-1)).transpose(1, 2)).transpose(1, 2)
     stored = rows.to(torch.bfloat16).float().to(residuals.device)
     return Basis(widths=widths, rows=stored, mean=torch.zeros(n_heads, dim, device=residuals.device))
+
+
+def principal_axes(
+    residuals: torch.Tensor, metric: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Variances, descending, and unit directions of `residuals` (n_kv_heads, n_tokens, dim) in the space of a metric.
+
+    Returns (n_kv_heads, dim), (n_kv_heads, dim, dim) with a direction in each column, and the metric itself; float64 on
+    the host.
+    """
+    n_heads, n_tokens, dim = residuals.shape
+    points = residuals.double()
+    weigh = torch.eye(dim, dtype=torch.float64).expand(n_heads, -1, -1) if metric is None else metric.double().cpu()
+    covariance = (points.transpose(1, 2) @ points / max(1, n_tokens)).cpu()
+    variance, directions = torch.linalg.eigh(weigh @ covariance @ weigh)  # ascending
+    return variance.flip(1).clamp_min(0), directions.flip(2), weigh
 
 
 def allocate(variance: torch.Tensor, n_bytes: int) -> Widths:
@@ -192,12 +202,19 @@ def unpack(packed: torch.Tensor, widths: Widths) -> torch.Tensor:
     return torch.cat([eight, four, two], dim=-1)
 
 
+def scale_code(scale: torch.Tensor) -> torch.Tensor:
+    """The byte that comes nearest to a scale of at least 0."""
+    tiny = torch.finfo(torch.float32).tiny
+    code = _scale_code((scale.clamp_min(tiny).log2() * SCALES_PER_OCTAVE).round())
+    return code.masked_fill_(scale == 0, ZERO_SCALE)
+
+
 def _scale_code(exponent: torch.Tensor) -> torch.Tensor:
     """The byte of a scale of 2 to the `exponent` eighths."""
     return (exponent + _SCALE_BIAS).clamp(ZERO_SCALE + 1, 255).to(torch.uint8)
 
 
-def _scale(code: torch.Tensor) -> torch.Tensor:
+def scale_of(code: torch.Tensor) -> torch.Tensor:
     """The scale, float32, that a byte stands for."""
     scale = ((code.float() - _SCALE_BIAS) / SCALES_PER_OCTAVE).exp2()
     return scale.masked_fill_(code == ZERO_SCALE, 0)
@@ -207,7 +224,7 @@ def _quantise(
     wanted: torch.Tensor, exponent: torch.Tensor, half: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Levels of `wanted` (n_kv_heads, n_tokens, n_kept) under one scale per token, and their weighted squared error."""
-    scale = _scale(_scale_code(exponent))
+    scale = scale_of(_scale_code(exponent))
     levels = torch.maximum(torch.minimum((wanted / scale).floor(), half - 1), -half)
     return levels, ((levels + 0.5) * scale - wanted).square().mul_(weight).sum(-1, keepdim=True)
 

@@ -65,7 +65,9 @@ def _cluster_sizes(folder: Path, layer: LayerEntry) -> list[int]:
     try:
         column = pq.read_table(folder / layer.prototypes_file, columns=["size"])["size"]
     except (pa.ArrowException, OSError, KeyError) as error:
-        raise ArchiveCorruptError(f"{layer.prototypes_file}: cluster sizes cannot be read ({error})") from error
+        raise ArchiveCorruptError(
+            f"{layer.prototypes_file}: cluster sizes cannot be read ({' '.join(str(error).split())})"
+        ) from error
     sizes: list[int] = column.to_pylist()
     return sizes
 

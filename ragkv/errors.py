@@ -37,4 +37,4 @@ class ArchiveCorruptError(RagkvError):
 
 
 class NonFiniteError(RagkvError, ValueError):
-    """A key or value is NaN or infinite; the message names layer, head and token."""
+    """A key or value is NaN, infinite or too large; the message names layer, head and token."""

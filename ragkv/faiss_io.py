@@ -10,6 +10,9 @@ import torch
 
 from ragkv.errors import ArchiveCorruptError, MissingExtraError
 
+_RANGES_AT = 65
+"""Where the file of an IndexScalarQuantizer gives the length of its first list."""
+
 
 def faiss_kmeans(points: torch.Tensor, centroids: torch.Tensor, iterations: int, seed: int) -> torch.Tensor:
     """Refine `centroids` (n_heads, n_clusters, dim) on `points` (n_heads, n, dim), float32, one head after another.
@@ -55,10 +58,11 @@ def read_centroids(path: Path, shape: tuple[int, int]) -> torch.Tensor:
     ArchiveCorruptError
         If FAISS cannot parse the file or it holds another number of rows, another dimension or another kind of code.
     """
-    faiss = _faiss()
+    faiss, raw = _faiss(), path.read_bytes()
+    _check_lengths(path.name, raw)
     try:
-        index = faiss.deserialize_index(np.frombuffer(path.read_bytes(), dtype=np.uint8))
-    except RuntimeError as error:
+        index = faiss.deserialize_index(np.frombuffer(raw, dtype=np.uint8))
+    except (RuntimeError, MemoryError) as error:
         raise ArchiveCorruptError(f"{path.name}: not a FAISS index that can be read") from error
     if (index.ntotal, index.d) != shape:
         raise ArchiveCorruptError(f"{path.name}: holds {index.ntotal} x {index.d} centroids, the manifest says {shape}")
@@ -67,6 +71,18 @@ def read_centroids(path: Path, shape: tuple[int, int]) -> torch.Tensor:
     low, width = faiss.vector_to_array(index.sq.trained).reshape(2, shape[1])
     codes = faiss.vector_to_array(index.codes).reshape(shape)
     return torch.from_numpy(low + (codes.astype(np.float32) + np.float32(0.5)) / np.float32(255) * width)
+
+
+def _check_lengths(name: str, raw: bytes) -> None:
+    """Refuse another kind of index, and lists longer than the file, which FAISS would take memory for."""
+    if raw[:4] != b"IxSQ":
+        raise ArchiveCorruptError(f"{name}: centroids are not stored as one byte per number")
+    at = _RANGES_AT
+    for itemsize in (4, 1):  # the ranges of the dimensions, the codes
+        length = int.from_bytes(raw[at : at + 8], "little")
+        at += 8 + length * itemsize
+        if at > len(raw):
+            raise ArchiveCorruptError(f"{name}: not a FAISS index that can be read")
 
 
 def _faiss() -> ModuleType:

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import torch
 
-from ragkv.codec import CODEC_BITS, Basis, encode, fit_basis
+from ragkv.codec import Basis, encode, fit_basis
 from ragkv.faiss_io import read_centroids, write_centroids
 from ragkv.kmeans import Clusters, cluster_keys, group_sizes, group_sums, query_metric
 from ragkv.layout import PromptTokens
 from ragkv.manifest import LayerEntry
-from ragkv.payload import to_bits
+from ragkv.payload import rounded, to_bits
 from ragkv.prefill import CapturedLayer
-from ragkv.recipe import Recipe
+from ragkv.recipe import CODEC_BITS, Recipe
 from ragkv.rows import EXACT, Rows, write_rows
+from ragkv.spread import axis_scales, fit_axes
 from ragkv.tables import write_bases, write_prototypes
 
 
@@ -64,7 +65,7 @@ def write_layer(
     keys, values = layer.keys[:, span.head : span.tail], layer.values[:, span.head : span.tail]
     clusters = cluster_keys(keys, recipe, values=values, query_moment=query_moment)
     entry = dataclasses.replace(entry, clusters=tuple(clusters.n_clusters.tolist()))
-    residuals, key_mean = _write_prototypes(folder, entry, keys, values, clusters, query_moment)
+    residuals, key_mean, axes = _write_prototypes(folder, entry, keys, values, clusters, query_moment)
     key_codec, value_codec = recipe.codecs(index)
     metric = None if query_moment is None else query_metric(query_moment)
     key_basis, key_bits = _coded(keys, residuals, key_codec, metric=metric)
@@ -72,7 +73,7 @@ def write_layer(
     value_basis, value_bits = _coded(values, values.float() - value_mean, value_codec)
     if value_basis is not None:
         value_basis = dataclasses.replace(value_basis, mean=value_mean.squeeze(1))
-    write_bases(folder / entry.bases_file, key_mean, key_basis, value_basis)
+    write_bases(folder / entry.bases_file, key_mean, axes, key_basis, value_basis)
     cuts = [row[:n] for row, n in zip(clusters.sizes.tolist(), entry.clusters, strict=True)]
     archived = _archived_rows(clusters, torch.cat([key_bits, value_bits], dim=-1), span.head)
     write_rows(folder / entry.rows_file, archived, cuts)
@@ -87,11 +88,12 @@ def _write_prototypes(
     values: torch.Tensor,
     clusters: Clusters,
     query_moment: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Write centroids, sizes and spreads.
 
-    Returns the residuals (n_kv_heads, n_tokens, key_dim) float32 of `keys` to the centroids as they read back, and the
-    mean key (n_kv_heads, key_dim) of each head, which the stored centroids are relative to.
+    Returns the residuals (n_kv_heads, n_tokens, key_dim) float32 of `keys` to the centroids as they read back, the mean
+    key (n_kv_heads, key_dim) of each head, which the stored centroids are relative to, and the axes that the spreads
+    are along.
     """
     sizes, labels = clusters.sizes, clusters.labels
     n_clusters = sizes.shape[1]
@@ -101,11 +103,18 @@ def _write_prototypes(
     path = folder / entry.centroids_file
     write_centroids(path, centroids[used])
     centroids[used] = read_centroids(path, (int(used.sum()), keys.shape[2])).to(centroids.device)
-    stored = (centroids + key_mean.unsqueeze(1)).to(keys.dtype)
+    stored = rounded(centroids + key_mean.unsqueeze(1), keys.dtype)
     residuals = keys.float() - stored.gather(1, labels.unsqueeze(-1).expand_as(keys)).float()
-    variance = logit_variance(residuals, labels, n_clusters, query_moment)
-    write_prototypes(folder / entry.prototypes_file, used, sizes, variance, value_spread(values, labels, n_clusters))
-    return residuals, key_mean
+    axes, places = fit_axes(residuals, metric=None if query_moment is None else query_metric(query_moment))
+    write_prototypes(
+        folder / entry.prototypes_file,
+        used,
+        sizes=sizes,
+        logit_variance=logit_variance(residuals, labels, n_clusters, query_moment),
+        value_spread=value_spread(values, labels, n_clusters),
+        axis_scales=axis_scales(places, labels, n_clusters),
+    )
+    return residuals, key_mean, axes
 
 
 def logit_variance(

@@ -11,9 +11,10 @@ import torch
 from ragkv.codec import decode
 from ragkv.errors import ArchiveCorruptError, NonFiniteError
 from ragkv.manifest import LayerEntry
-from ragkv.payload import Payload, from_bits
+from ragkv.payload import Payload, from_bits, rounded
 from ragkv.rows import RowGroups, map_file, mapped_rows, read_rows, row_groups
-from ragkv.tables import Prototypes, read_payload, read_prototypes
+from ragkv.spread import axis_variances
+from ragkv.tables import Prototypes, read_key_axes, read_payload, read_prototypes
 
 MAX_CORRECTION = 0.5
 """Limit of the Jensen correction, in nats; measured best of 0.35, 0.5, 0.7 and 1."""
@@ -47,12 +48,16 @@ class RecallTables:
     ``sizes`` and ``address`` (n_kv_heads, n_clusters) int64: the tokens of a cluster and the byte of its first row in
     ``mapped``, the mapped row file (n_bytes,) uint8 on the host, whose rows ``payload`` lays out. ``priority``
     (n_kv_heads, n_clusters) float32 is what a cluster's mass is weighted with when clusters are ranked, see
-    `recall_priority`. ``largest`` is the size of the largest cluster, ``n_tokens`` the archived tokens of a head;
-    ``padded`` says that some head has fewer clusters than others, its last sizes being 0.
+    `recall_priority`; ``axes`` (n_kv_heads, n_axes, key_dim) float32 and ``axis_variances`` (n_kv_heads, n_clusters,
+    n_axes) bfloat16 say how its keys spread, see `ragkv.spread`. ``largest`` is the size of the largest cluster,
+    ``n_tokens`` the archived tokens of a head; ``padded`` says that some head has fewer clusters than others, its last
+    sizes being 0.
     """
 
     sizes: torch.Tensor
     priority: torch.Tensor
+    axes: torch.Tensor
+    axis_variances: torch.Tensor
     address: torch.Tensor
     mapped: torch.Tensor
     groups: RowGroups
@@ -97,11 +102,12 @@ def load_layer(
             prototypes = read_prototypes(folder, entry, stored)
             recall = _recall_tables(folder, entry, prototypes, stored)
             keys = torch.cat([prototypes.centroids, keys], dim=1)
-            values = torch.cat([mean_values(recall).to(stored), values], dim=1)
+            values = torch.cat([rounded(mean_values(recall), stored), values], dim=1)
             correction = jensen_correction(prototypes.logit_variance)
             bias = torch.cat([prototypes.sizes.float().log() + correction, torch.zeros(shape)], dim=1)
     except (pa.ArrowException, OSError, RuntimeError, KeyError, ValueError) as error:
-        raise ArchiveCorruptError(f"{str(folder)!r}: layer {entry.index} cannot be read ({error})") from error
+        why = " ".join(str(error).split())  # Arrow breaks lines
+        raise ArchiveCorruptError(f"{str(folder)!r}: layer {entry.index} cannot be read ({why})") from error
     keys, values = keys.to(device, dtype), values.to(device, dtype)
     if dtype != stored and not bool(torch.isfinite(keys).all() & torch.isfinite(values).all()):
         raise NonFiniteError(
@@ -128,8 +134,8 @@ def whole_layer(layer: ArchivedLayer) -> ArchivedLayer:
     return ArchivedLayer(
         index=layer.index,
         window=layer.window,
-        keys=torch.cat([keys.to(layer.keys), layer.keys[:, exact]], dim=1),
-        values=torch.cat([values.to(layer.values), layer.values[:, exact]], dim=1),
+        keys=torch.cat([rounded(keys, layer.keys.dtype), layer.keys[:, exact]], dim=1),
+        values=torch.cat([rounded(values, layer.values.dtype), layer.values[:, exact]], dim=1),
         bias=None,
         exact_positions=layer.exact_positions,
         recall=None,
@@ -175,21 +181,22 @@ def jensen_correction(logit_variance: torch.Tensor) -> torch.Tensor:
 
 
 def recall_priority(logit_variance: torch.Tensor, value_spread: torch.Tensor) -> torch.Tensor:
-    """Weight of a cluster's mass when clusters are ranked: how badly its prototype stands in for it.
+    """Weight of a cluster's mass when clusters are ranked, next to the spread of this query's logit inside it.
 
-    The standard deviation of a typical query's logit inside the cluster, times how far its values lie from the mean;
-    the Jensen correction is taken out of the mass again. All ones where the archive holds no variances (documents too
-    short for probes).
+    How far the cluster's values lie from the mean; the Jensen correction is taken out of the mass again. All ones where
+    no value differs from the mean.
     """
-    if not bool((logit_variance > 0).any()):
-        return torch.ones_like(logit_variance)
-    return (logit_variance * value_spread).sqrt() * (-jensen_correction(logit_variance)).exp()
+    if not bool((value_spread > 0).any()):
+        return torch.ones_like(value_spread)
+    return value_spread.sqrt() * (-jensen_correction(logit_variance)).exp()
 
 
 def _recall_tables(folder: Path, entry: LayerEntry, prototypes: Prototypes, stored: torch.dtype) -> RecallTables:
     """The tables of a layer on the host."""
     rows_path, sizes = folder / entry.rows_file, prototypes.sizes
-    payload = read_payload(folder, entry, stored)
+    payload, axes = read_payload(folder, entry, stored), read_key_axes(folder, entry)
+    if axes.shape[1] != prototypes.axis_scales.shape[2]:
+        raise ArchiveCorruptError(f"{entry.bases_file}: its axes and those of {entry.prototypes_file} disagree")
     groups = row_groups(rows_path, payload.row_bytes)
     flat = sizes.reshape(-1)
     first_row = flat.cumsum(0) - flat  # archived rows lie head by head, cluster by cluster
@@ -205,6 +212,8 @@ def _recall_tables(folder: Path, entry: LayerEntry, prototypes: Prototypes, stor
     return RecallTables(
         sizes=sizes,
         priority=recall_priority(prototypes.logit_variance, prototypes.value_spread),
+        axes=axes,
+        axis_variances=axis_variances(prototypes.axis_scales).to(torch.bfloat16),
         address=address.reshape(sizes.shape),
         mapped=map_file(rows_path),
         groups=groups,
@@ -220,6 +229,8 @@ def _on_device(table: RecallTables, device: torch.device) -> RecallTables:
     return RecallTables(
         sizes=table.sizes.to(device),
         priority=table.priority.to(device),
+        axes=table.axes.to(device),
+        axis_variances=table.axis_variances.to(device),
         address=table.address.to(device),
         mapped=table.mapped,
         groups=table.groups,

@@ -14,12 +14,15 @@ from transformers import PreTrainedConfig
 
 from ragkv.architecture import LayerShape
 from ragkv.errors import ConfigError, UnsupportedModelError
-from ragkv.recipe import Recipe
+from ragkv.recipe import CODEC_BITS, Recipe
 
-# Per cluster and KV head: 8-byte address, 8-byte size, 4-byte bias, 4-byte priority.
-CLUSTER_TABLE_BYTES = 24
-# Per archived token and KV head: the token's position in the document.
-POSITION_BYTES = 4
+# Per cluster and KV head: 8-byte address, 8-byte size, 4-byte bias, 4-byte priority, 8 variances of 2 bytes.
+CLUSTER_TABLE_BYTES = 40
+# On disk per archived token and KV head: the token's position, packed; per cluster: size, two spreads, 8 axis scales.
+POSITION_BYTES = 2
+CLUSTER_ROW_BYTES = 20
+# Axes along which the spread of clusters is kept, 2 bytes a number; see ragkv.spread.
+N_AXES = 8
 # Rule of thumb: below this share of total memory, shrinking the KV cache changes little.
 KV_SHARE_WORTH = 1 / 3
 
@@ -183,8 +186,9 @@ def archive_bytes(
 
     Per global layer and KV head, the sink tokens and the local window stay exact and the rest is clustered. Resident
     are the prototypes (mean key, mean value, `CLUSTER_TABLE_BYTES`) and the exact tokens; on disk are the archived
-    keys and values with `POSITION_BYTES` each, the mean keys and values, and the exact tokens. Sliding layers keep
-    what they cache in both places. Headers, and the rounding of clusters to segments, are not counted.
+    keys and values as the recipe codes them, with `POSITION_BYTES` each, the mean keys in one byte a number with
+    `CLUSTER_ROW_BYTES`, the transforms, and the exact tokens. Sliding layers keep what they cache in both places.
+    Headers, and the rounding of clusters to segments, are not counted.
 
     Raises
     ------
@@ -201,12 +205,28 @@ def archive_bytes(
         token = _token_bytes(layer, value_bytes)
         if layer.is_global:
             resident += layer.n_kv_heads * (n_clusters * (token + CLUSTER_TABLE_BYTES) + n_exact * token)
-            on_disk += layer.n_kv_heads * (n_archived * (token + POSITION_BYTES) + (n_clusters + n_exact) * token)
+            on_disk += layer.n_kv_heads * n_exact * token
+            if n_archived:
+                row, bases = _row_bytes(layer, recipe, value_bytes)
+                cluster = layer.head_dim + CLUSTER_ROW_BYTES
+                on_disk += layer.n_kv_heads * (n_archived * row + n_clusters * cluster + bases)
         else:
             window = layer.n_kv_heads * layer.cached_tokens(n_tokens) * token
             resident += window
             on_disk += window
     return ArchiveBytes(n_clusters=n_clusters, resident=batch * resident, on_disk=batch * on_disk)
+
+
+def _row_bytes(layer: LayerShape, recipe: Recipe, value_bytes: int) -> tuple[int, int]:
+    """Bytes on disk of one archived token of a KV head, and of the head's transforms if every coefficient is kept."""
+    dim, row, bases = layer.head_dim, POSITION_BYTES, (4 + 2 * N_AXES) * layer.head_dim
+    for codec in recipe.codecs(layer.index):
+        if codec in CODEC_BITS:
+            row += 1 + -(-dim * CODEC_BITS[codec] // 8)
+            bases += 2 * dim * dim
+        else:
+            row += dim * value_bytes
+    return row, bases
 
 
 def count_parameters(config: PreTrainedConfig) -> int:
@@ -265,9 +285,10 @@ def build_ledger(
     Raises
     ------
     ConfigError
-        If a context length or `batch` is below 1.
+        If a context length or `batch` is below 1, or the recipe names a layer that there is not.
     """
     recipe = recipe or Recipe()
+    recipe.check_layers(len(layers))
     return tuple(
         LedgerRow(
             n_tokens=n_tokens,

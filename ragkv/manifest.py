@@ -163,7 +163,7 @@ class Manifest:
             raise ArchiveCorruptError(f"{MANIFEST_FILE}: not valid JSON ({error})") from error
         if not isinstance(body, dict) or body.get("format") != FORMAT_NAME:
             raise ArchiveFormatError(f"{MANIFEST_FILE}: not a {FORMAT_NAME} manifest")
-        if body.get("version") != FORMAT_VERSION:
+        if type(body.get("version")) is not int or body["version"] != FORMAT_VERSION:
             raise ArchiveFormatError(
                 f"{MANIFEST_FILE}: format version {body.get('version')!r}, this release reads {FORMAT_VERSION}; "
                 "build the archive again"

@@ -76,6 +76,15 @@ def from_bits(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return raw.contiguous().view(dtype)
 
 
+def rounded(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`numbers` in `dtype`; what lies beyond its range becomes its largest finite number, NaN stays.
+
+    Stored centroids and decoded numbers are off by a share of a step, which near the end of float16 would be infinity.
+    """
+    largest = torch.finfo(dtype).max
+    return numbers.clamp(-largest, largest).to(dtype)
+
+
 def to_numpy(raw: torch.Tensor) -> np.ndarray:
     """(n_rows, n_bytes) uint8 on the host, C order."""
     return raw.detach().cpu().contiguous().numpy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,9 @@ QUESTION_SHARE = 1.5
 """Question tokens are read once and shape all that follows: they recall this many times what an answer token does."""
 
 EVERYTHING = 1 << 40
+
+LARGEST = (1 << 63) - 1
+"""The largest whole number that a manifest can hold."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +72,7 @@ class RecallPolicy:
             value = getattr(self, name)
             if value is None and name == "top_m":
                 continue
-            if not _whole(value, 1):
-                raise ConfigError(f"recall: {name} is {value!r}; give a whole number of at least 1")
+            check_whole(f"recall: {name}", value, 1)
         if self.mass is not None and not _share(self.mass):
             raise ConfigError(f"recall: mass is {self.mass!r}; give a share of the attention above 0 and up to 1")
         if self.top_m is not None and self.mass is not None:
@@ -81,7 +84,7 @@ class RecallPolicy:
         if not all(_whole(layer, 0) for layer in self.dense_layers):
             raise ConfigError(f"recall: dense_layers is {list(self.dense_layers)!r}; give layer numbers from 0")
         for layer, budget in self.layer_budgets.items():
-            if not str(layer).isdecimal() or not _whole(budget, 1):
+            if not is_layer(layer) or not _whole(budget, 1):
                 raise ConfigError(
                     f"recall: layer_budgets has {layer!r} = {budget!r}; give layer numbers and budgets of at least 1"
                 )
@@ -89,16 +92,21 @@ class RecallPolicy:
             raise ConfigError("recall: layer_budgets count tokens and go with budget, not with top_m or mass")
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         budgets = {str(int(layer)): budget for layer, budget in self.layer_budgets.items()}
+        if len(budgets) < len(self.layer_budgets):
+            raise ConfigError(f"recall: layer_budgets names a layer twice: {', '.join(map(str, self.layer_budgets))}")
         object.__setattr__(self, "layer_budgets", budgets)
 
     def limit(self, layer: int, *, question: bool) -> Limit:
         """What a token recalls in `layer`; a question token takes `QUESTION_SHARE` times as much."""
-        share = QUESTION_SHARE if question else 1.0
+
+        def scaled(count: int) -> int:
+            return min(int(count * QUESTION_SHARE) if question else count, EVERYTHING)
+
         if self.mass is not None:
-            return Limit(tokens=int(self.cap * share), mass=self.mass, floor=int(self.floor * share))
+            return Limit(tokens=scaled(self.cap), mass=self.mass, floor=scaled(self.floor))
         if self.top_m is not None:
-            return Limit(clusters=int(self.top_m * share))
-        return Limit(tokens=int(self.layer_budgets.get(str(layer), self.budget) * share))
+            return Limit(clusters=scaled(self.top_m))
+        return Limit(tokens=scaled(self.layer_budgets.get(str(layer), self.budget)))
 
     def with_budget(self, budget: int) -> RecallPolicy:
         """The same policy with a number of tokens for every layer."""
@@ -129,9 +137,28 @@ class RecallPolicy:
         return {name: value for name, value in values.items() if value is not None}
 
 
+def check_whole(name: str, value: object, low: int) -> None:
+    """Refuse what is not a whole number from `low` to `LARGEST`.
+
+    Raises
+    ------
+    ConfigError
+        That begins with `name`.
+    """
+    if isinstance(value, int) and value > LARGEST:  # not shown: Python refuses to print numbers of many digits
+        raise ConfigError(f"{name} is too large; give at most 2^63 - 1")
+    if not _whole(value, low):
+        raise ConfigError(f"{name} is {value!r}; give a whole number of at least {low}")
+
+
+def is_layer(name: object) -> bool:
+    """Whether `name`, a key of a table, is a layer number in decimal."""
+    return re.fullmatch("[0-9]{1,9}", str(name)) is not None
+
+
 def _share(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
 
 
 def _whole(value: object, low: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= low
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= LARGEST

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,9 @@ from ragkv.errors import ConfigError, NonFiniteError
 from ragkv.kv import layer_tensors
 
 CHUNK_TOKENS = 512
+
+LARGEST_NUMBER = 1e15
+"""Keys and values beyond it are not archived: sums of their squares over a long document would not fit float32."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ def captured_layers(cache: DynamicCache) -> tuple[CapturedLayer, ...]:
     Raises
     ------
     NonFiniteError
-        If a key or value is NaN or infinite.
+        If a key or value is NaN, infinite or beyond `LARGEST_NUMBER`.
     """
     n_tokens = cache.get_seq_length()
     captured: list[CapturedLayer] = []
@@ -91,11 +95,14 @@ def check_document_length(model: PreTrainedModel, n_tokens: int) -> None:
 
 def _check_finite(layer_index: int, layer: CapturedLayer) -> None:
     for name, tensor in (("key", layer.keys), ("value", layer.values)):
-        finite = torch.isfinite(tensor)
-        if not bool(finite.all()):
-            head, token, dim = (~finite).nonzero()[0].tolist()
+        fits = tensor.abs() <= min(LARGEST_NUMBER, torch.finfo(tensor.dtype).max)  # false for NaN
+        if not bool(fits.all()):
+            head, token, dim = (~fits).nonzero()[0].tolist()
+            number = tensor[head, token, dim].item()
+            cure = f"archives take numbers up to {LARGEST_NUMBER:g}"
+            if not math.isfinite(number):
+                cure = f"the document cannot be archived in {tensor.dtype}; load the model in a wider dtype"
             raise NonFiniteError(
-                f"{name} in layer {layer_index}, kv_head {head}, position {layer.first_position + token} is "
-                f"{tensor[head, token, dim].item()}: the document cannot be archived in {tensor.dtype}; "
-                "load the model in a wider dtype"
+                f"{name} in layer {layer_index}, kv_head {head}, position {layer.first_position + token} is {number}: "
+                f"{cure}"
             )

@@ -1,7 +1,7 @@
 """Attention over an archive: score prototypes, recall whole clusters, estimate the rest, all heads at once.
 
 Every row (one query token of one sequence) chooses its own clusters per KV head: by the softmax mass that the query
-heads of the group put on a prototype, times how badly the prototype stands in for its cluster. A cluster that is not
+heads of the group put on a prototype, raised by how far their logits spread inside the cluster. A cluster that is not
 recalled takes part as one pseudo-token with the centroid as key, the mean value as value, and log(size) plus a small
 correction for the spread of the cluster added to the logit. With every cluster recalled the result is dense attention
 over the keys and values as they are stored.
@@ -21,7 +21,9 @@ from ragkv.attention import AttentionCall, cap
 from ragkv.layers import ArchivedLayer, RecallTables
 from ragkv.payload import Numbers, Payload
 from ragkv.policy import Limit
+from ragkv.spread import logit_deviation
 
+_MAX_DEVIATION = 60.0  # its exponential still fits float32
 _BLOCK_FLOATS = 1 << 22  # logits or recalled values held at once; longer questions are attended in blocks of rows
 
 
@@ -91,15 +93,15 @@ def recall_attention(
 
 
 def choose_clusters(
-    mass: torch.Tensor, sizes: torch.Tensor, limit: Limit, *, priority: torch.Tensor | None = None, padded: bool = True
+    worth: torch.Tensor, sizes: torch.Tensor, limit: Limit, *, mass: torch.Tensor | None = None, padded: bool = True
 ) -> Choice:
-    """Take whole clusters in descending order of `mass` times `priority` until the limit is reached.
+    """Take whole clusters in descending order of `worth` until the limit is reached.
 
-    `mass` (n_kv_heads, n_rows, n_clusters) is the estimated share of the attention, summed over a group of query heads
-    (only its order counts unless the limit is one of mass); `sizes` and `priority` (n_kv_heads, n_clusters); `padded`
-    says that some sizes are 0.
+    `worth` and `mass` (n_kv_heads, n_rows, n_clusters): what a cluster is worth, and its estimated share of the
+    attention, which is `worth` by default and only looked at if the limit is one of mass; `sizes` (n_kv_heads,
+    n_clusters); `padded` says that some sizes are 0.
     """
-    worth = mass if priority is None else mass * priority.unsqueeze(1)
+    mass = worth if mass is None else mass
     if padded:  # behind real clusters whose mass underflowed to 0
         worth = worth.masked_fill(sizes.unsqueeze(1) == 0, -1)
     clusters = worth.topk(limit.candidates(mass.shape[-1]), dim=-1).indices
@@ -149,12 +151,13 @@ def _attend_rows(
         parts.append(view.sinks)
     logits = torch.cat(parts, dim=-1)  # (n_kv_heads, n_rows, group, n_held + n_local (+ 1))
     if table is not None:
-        mass = logits.softmax(-1)[..., : table.n_clusters].mean(2)
-        choice = choose_clusters(mass, table.sizes, limit, priority=table.priority, padded=table.padded)
+        mass = logits.softmax(-1)[..., : table.n_clusters]
+        worth = _worth(view.query, table, mass)
+        choice = choose_clusters(worth, table.sizes, limit, mass=mass.mean(2), padded=table.padded)
         recalled = gather_rows(table, choice)
         near = cap(_near_products(view.query, table.payload, recalled, products), call.softcap)
         near = near.masked_fill(~recalled.real.unsqueeze(2), -torch.inf)
-        hit = torch.zeros_like(mass, dtype=torch.bool).scatter_(2, choice.clusters, choice.kept)
+        hit = torch.zeros_like(worth, dtype=torch.bool).scatter_(2, choice.clusters, choice.kept)
         logits[..., : table.n_clusters].masked_fill_(hit.unsqueeze(2), -torch.inf)
         logits = torch.cat([logits, near], dim=-1)
     weights = logits.softmax(-1)
@@ -166,6 +169,18 @@ def _attend_rows(
             estimated = weights[..., : table.n_clusters].sum(-1)
             observer.on_recall(layer, choice, estimated.mean(2), begins=rows.start == 0)
     return view.unpack(attended)
+
+
+def _worth(query: torch.Tensor, table: RecallTables, mass: torch.Tensor) -> torch.Tensor:
+    """What recalling each cluster is worth to each row: (n_kv_heads, n_rows, n_clusters).
+
+    The `mass` (n_kv_heads, n_rows, group, n_clusters) that the cluster would have if all its keys were one standard
+    deviation of the logit nearer to the query than their centroid, times its priority. A cluster that may hide a sharp
+    match comes before a flat one of the same mass.
+    """
+    deviation = logit_deviation(query.flatten(1, 2), table.axes, table.axis_variances.float())
+    reached = deviation.clamp_max_(_MAX_DEVIATION).exp_().view_as(mass).mul_(mass)
+    return reached.sum(2).mul_(table.priority.unsqueeze(1))
 
 
 def _near_products(query: torch.Tensor, payload: Payload, recalled: Recalled, products: torch.Tensor) -> torch.Tensor:

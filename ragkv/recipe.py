@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from ragkv.errors import ConfigError
-from ragkv.policy import RecallPolicy
+from ragkv.policy import RecallPolicy, check_whole, is_layer
 
 CLUSTERERS = ("auto", "torch", "faiss")
-CODECS = ("lossless", "int8", "int4", "int3", "int2")
+CODEC_BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}
+"""Mean bits per number of each lossy codec; the scale of a token takes one byte more."""
+
+CODECS = ("lossless", *CODEC_BITS)
 _TENSOR_CODECS = ("key_codec", "value_codec")
 
 
@@ -69,20 +72,20 @@ class Recipe:
             ("sink_tokens", 0),
             ("window_tokens", 1),
         ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise ConfigError(f"recipe: {name} is {value!r}; give a whole number of at least {low}")
+            check_whole(f"recipe: {name}", getattr(self, name), low)
         for name, allowed in (("clusterer", CLUSTERERS), ("key_codec", CODECS), ("value_codec", CODECS)):
             _check_choice(name, getattr(self, name), allowed)
         if not isinstance(self.layer_codecs, Mapping):
             raise ConfigError(f"recipe: layer_codecs is {self.layer_codecs!r}; give a table of layer numbers")
         for layer, own in self.layer_codecs.items():
-            if not str(layer).isdecimal() or not isinstance(own, Mapping) or not set(own) <= set(_TENSOR_CODECS):
+            if not is_layer(layer) or not isinstance(own, Mapping) or not set(own) <= set(_TENSOR_CODECS):
                 raise ConfigError(
                     f"recipe: layer_codecs has {layer!r} = {own!r}; give a layer number and key_codec, value_codec"
                 )
             for name, value in own.items():
                 _check_choice(f"layer_codecs.{layer}.{name}", value, CODECS)
+        if len({int(layer) for layer in self.layer_codecs}) < len(self.layer_codecs):
+            raise ConfigError(f"recipe: layer_codecs names a layer twice: {', '.join(map(str, self.layer_codecs))}")
         own_codecs = {str(int(layer)): dict(own) for layer, own in self.layer_codecs.items() if own}
         object.__setattr__(self, "layer_codecs", own_codecs)
 
@@ -120,9 +123,10 @@ class Recipe:
         except UnicodeDecodeError as error:
             raise ConfigError(f"recipe file {str(path)!r} is not UTF-8 text") from error
         try:
-            return cls.from_dict(tomllib.loads(text))
-        except tomllib.TOMLDecodeError as error:
+            values = tomllib.loads(text)
+        except (ValueError, RecursionError) as error:  # also numbers of more digits than Python reads
             raise ConfigError(f"recipe file {str(path)!r} is not valid TOML: {error}") from error
+        return cls.from_dict(values)
 
     def to_dict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "recall": self.recall.to_dict()}

@@ -15,7 +15,7 @@ from ragkv.errors import ArchiveCorruptError
 from ragkv.faiss_io import read_centroids
 from ragkv.layout import PromptTokens
 from ragkv.manifest import TOKENS_FILE, LayerEntry, Manifest
-from ragkv.payload import Payload, from_bits, to_bits
+from ragkv.payload import Payload, from_bits, rounded, to_bits
 from ragkv.rows import binary_column, read_binary
 
 _OPTIONS = {"compression": "zstd", "use_dictionary": False, "write_statistics": False}
@@ -40,13 +40,14 @@ class Prototypes:
     ``centroids`` (n_kv_heads, n_clusters, key_dim) in the archive's dtype, ``sizes`` (n_kv_heads, n_clusters) int64;
     both (n_kv_heads, n_clusters) float32: ``logit_variance``, the mean squared change of a typical query's logit when
     a key is replaced by its centroid, and ``value_spread``, the mean squared distance of the values from the mean
-    value of the head.
+    value of the head. ``axis_scales`` (n_kv_heads, n_clusters, n_axes) uint8, see `ragkv.spread`.
     """
 
     centroids: torch.Tensor
     sizes: torch.Tensor
     logit_variance: torch.Tensor
     value_spread: torch.Tensor
+    axis_scales: torch.Tensor
 
 
 def write_tokens(folder: Path, tokens: PromptTokens) -> None:
@@ -70,9 +71,11 @@ def read_tokens(folder: Path, manifest: Manifest) -> TokenTable:
 def write_prototypes(
     path: Path,
     used: torch.Tensor,
+    *,
     sizes: torch.Tensor,
     logit_variance: torch.Tensor,
     value_spread: torch.Tensor,
+    axis_scales: torch.Tensor,
 ) -> None:
     """Write what is known of the `used` (n_kv_heads, n_clusters) clusters, in the order of the centroids."""
     heads, clusters = used.nonzero().T.cpu().numpy().astype(np.int32)
@@ -83,7 +86,8 @@ def write_prototypes(
         "logit_variance": logit_variance[used].cpu().numpy().astype(np.float32),
         "value_spread": value_spread[used].cpu().numpy().astype(np.float32),
     }
-    _write(path, {name: pa.array(column) for name, column in columns.items()}, _OPTIONS)
+    arrays = {name: pa.array(column) for name, column in columns.items()}
+    _write(path, {**arrays, "axis_scales": binary_column(axis_scales[used])}, _OPTIONS)
 
 
 def read_prototypes(folder: Path, entry: LayerEntry, dtype: torch.dtype) -> Prototypes:
@@ -102,21 +106,26 @@ def read_prototypes(folder: Path, entry: LayerEntry, dtype: torch.dtype) -> Prot
 
     mean = read_key_mean(folder, entry)
     return Prototypes(
-        centroids=(padded(centroids) + mean.unsqueeze(1)).to(dtype),
+        centroids=rounded(padded(centroids) + mean.unsqueeze(1), dtype),
         sizes=padded(_integers(table, "size")),
         logit_variance=padded(_floats(table, "logit_variance")),
         value_spread=padded(_floats(table, "value_spread")),
+        axis_scales=padded(read_binary(table.column("axis_scales"))),
     )
 
 
-def write_bases(path: Path, key_mean: torch.Tensor, key: Basis | None, value: Basis | None) -> None:
+def write_bases(
+    path: Path, key_mean: torch.Tensor, key_axes: torch.Tensor, key: Basis | None, value: Basis | None
+) -> None:
     """Write the transforms of a layer, one row per KV head; those of a lossless tensor have no columns.
 
-    `key_mean` (n_kv_heads, key_dim) is what the stored centroids are taken from.
+    `key_mean` (n_kv_heads, key_dim) is what the stored centroids are taken from, `key_axes` (n_kv_heads, n_axes,
+    key_dim) what the spreads of clusters are along.
     """
     columns = {
         "kv_head": pa.array(np.arange(len(key_mean), dtype=np.int32)),
         "key_mean": binary_column(to_bits(key_mean.float())),
+        "key_axes": binary_column(to_bits(key_axes.to(torch.bfloat16).flatten(1))),
     }
     if key is not None:
         columns["key_rows"] = binary_column(to_bits(key.rows.to(torch.bfloat16).flatten(1)))
@@ -130,6 +139,12 @@ def read_key_mean(folder: Path, entry: LayerEntry) -> torch.Tensor:
     """What the centroids of a layer are stored relative to: (n_kv_heads, key_dim) float32."""
     raw = read_binary(pq.read_table(folder / entry.bases_file, columns=["key_mean"]).column("key_mean"))
     return from_bits(raw, torch.float32).reshape(entry.n_kv_heads, entry.key_dim)
+
+
+def read_key_axes(folder: Path, entry: LayerEntry) -> torch.Tensor:
+    """The axes that the spreads of a layer's clusters are along: (n_kv_heads, n_axes, key_dim) float32."""
+    raw = read_binary(pq.read_table(folder / entry.bases_file, columns=["key_axes"]).column("key_axes"))
+    return from_bits(raw, torch.bfloat16).float().reshape(entry.n_kv_heads, -1, entry.key_dim)
 
 
 def read_payload(folder: Path, entry: LayerEntry, dtype: torch.dtype) -> Payload:

@@ -20,7 +20,7 @@ from ragkv.kmeans import group_sums
 from ragkv.manifest import LayerEntry
 from ragkv.payload import Numbers, Payload, from_bits
 from ragkv.rows import EXACT, Rows, map_file, read_rows, row_groups
-from ragkv.tables import Prototypes, read_key_mean, read_payload, read_prototypes
+from ragkv.tables import Prototypes, read_key_axes, read_key_mean, read_payload, read_prototypes
 
 _SUM_ERROR = 1e-5
 """Rounding of a float32 sum, as a share of the mean magnitude of its terms; sums made elsewhere differ by it."""
@@ -73,6 +73,7 @@ class _Archived:
     prototypes: Prototypes
     relative: torch.Tensor
     key_mean: torch.Tensor
+    key_axes: torch.Tensor
     half_step: torch.Tensor
 
 
@@ -116,7 +117,8 @@ def _archived_faults(folder: Path, entry: LayerEntry, spans: Spans, dtype: torch
     require_columns(folder / entry.rows_file, _row_columns(key_bytes + value_bytes))
     require_columns(folder / entry.bases_file, _base_columns(entry))
     numbers = {"size": "int32", "logit_variance": "float", "value_spread": "float"}
-    require_columns(folder / entry.prototypes_file, {**_INTEGERS, **numbers})
+    axes = {"axis_scales": f"fixed_size_binary[{_n_axes(entry)}]"}
+    require_columns(folder / entry.prototypes_file, {**_INTEGERS, **numbers, **axes})
     yield from _prototype_order_faults(folder, entry)
     rows, shape = read_rows(folder / entry.rows_file), (entry.n_kv_heads, spans.tail - spans.head)
     if len(rows.position) != shape[0] * shape[1]:
@@ -136,6 +138,7 @@ def _archived_faults(folder: Path, entry: LayerEntry, spans: Spans, dtype: torch
         prototypes=read_prototypes(folder, entry, dtype),
         relative=read_centroids(folder / entry.centroids_file, (sum(entry.clusters), entry.key_dim)),
         key_mean=read_key_mean(folder, entry),
+        key_axes=read_key_axes(folder, entry),
         half_step=_half_step(folder / entry.centroids_file, entry.key_dim),
     )
     yield from _finite_faults(layer)
@@ -148,12 +151,16 @@ def _row_columns(row_bytes: int) -> dict[str, str]:
 
 def _base_columns(entry: LayerEntry) -> dict[str, str]:
     """A transform has two bytes a number, a mean four."""
-    sizes = {"key_mean": 4 * entry.key_dim}
+    sizes = {"key_mean": 4 * entry.key_dim, "key_axes": 2 * _n_axes(entry) * entry.key_dim}
     if entry.key_widths:
         sizes["key_rows"] = 2 * sum(entry.key_widths) * entry.key_dim
     if entry.value_widths:
         sizes |= {"value_rows": 2 * sum(entry.value_widths) * entry.value_dim, "value_mean": 4 * entry.value_dim}
     return {"kv_head": "int32", **{name: f"fixed_size_binary[{size}]" for name, size in sizes.items()}}
+
+
+def _n_axes(entry: LayerEntry) -> int:
+    return min(8, entry.key_dim)
 
 
 def _coded_bytes(widths: tuple[int, ...]) -> int:
@@ -206,8 +213,9 @@ def _mapping_faults(path: Path, name: str, rows: Rows) -> Iterator[str]:
 def _finite_faults(layer: _Archived) -> Iterator[str]:
     entry, layout = layer.entry, layer.layout
     parts = {
-        f"{entry.centroids_file}: a centroid": layer.prototypes.centroids,
+        f"{entry.centroids_file}: a centroid": layer.relative,
         f"{entry.bases_file}: a number of key_mean": layer.key_mean,
+        f"{entry.bases_file}: a number of key_axes": layer.key_axes,
     }
     for name, basis, numbers in (
         ("key", layout.key_basis, layout.keys(layer.payload)),
@@ -262,7 +270,8 @@ def _key_mean_faults(layer: _Archived, sizes: torch.Tensor) -> Iterator[str]:
     magnitude = keys.abs().mean(dim=1) + layer.key_mean.abs() + 510 * layer.half_step  # (n_kv_heads, key_dim)
     for head, (relative, size) in enumerate(zip(layer.relative.split(clusters), sizes.split(clusters), strict=True)):
         mean = (relative.double() * size.unsqueeze(1)).sum(0) / size.sum()
-        if bool((mean.abs() > layer.half_step + _SUM_ERROR * (magnitude[head] + relative.abs().amax(0))).any()):
+        rounding = _SUM_ERROR * (magnitude[head] + relative.abs().amax(0)) + torch.finfo(torch.float32).tiny
+        if bool((mean.abs() > layer.half_step + rounding).any()):
             yield f"{layer.entry.centroids_file}: kv_head {head}: the centroids are not about the mean of all keys"
 
 
@@ -275,7 +284,8 @@ def _key_faults(layer: _Archived, counted: torch.Tensor) -> Iterator[str]:
     entry, centroids, basis = layer.entry, layer.prototypes.centroids.float(), layer.layout.key_basis
     keys, eps = layer.layout.keys(layer.payload), torch.finfo(layer.layout.dtype).eps
     magnitude = layer.key_mean.abs().unsqueeze(1) + centroids.abs() + 510 * layer.half_step
-    allowed = (1 + eps) * layer.half_step + eps * centroids.abs() + _SUM_ERROR * magnitude
+    rounding = eps * centroids.abs().clamp_min(torch.finfo(layer.layout.dtype).smallest_normal)
+    allowed = (1 + eps) * layer.half_step + rounding + _SUM_ERROR * magnitude
     if basis is not None:
         wrong = _lopsided(keys, basis, layer.labels, counted, allowed * _OBLIQUE)
         for head, cluster in wrong.nonzero().tolist():

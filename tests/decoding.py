@@ -52,7 +52,8 @@ class Decoded:
     """One layer with clusters in float64, KV head by KV head.
 
     ``exact`` holds the keys and values of a head's exact tokens; ``clusters[head][label]`` those of a cluster;
-    ``centroids[head]`` (n_clusters, key_dim); ``variance[head]`` and ``spread[head]`` (n_clusters,).
+    ``centroids[head]`` (n_clusters, key_dim); ``variance[head]`` and ``spread[head]`` (n_clusters,); ``axes[head]``
+    (n_axes, key_dim), and ``reach[head]`` (n_clusters, n_axes), how far keys lie along them.
     """
 
     exact: list[Pair]
@@ -60,6 +61,8 @@ class Decoded:
     centroids: list[Vector]
     variance: list[Vector]
     spread: list[Vector]
+    axes: list[Vector]
+    reach: list[Vector]
 
 
 def decoded(archive: Archive, index: int) -> Decoded:
@@ -87,12 +90,16 @@ def decoded(archive: Archive, index: int) -> Decoded:
     both = floats(exact["key_value"], np.float32).astype(np.float64)
     exact_head = exact["kv_head"].to_numpy()
     variance, spread = (prototypes[name].to_numpy().astype(float) for name in ("logit_variance", "value_spread"))
+    codes = raw_bytes(prototypes["axis_scales"]).astype(float)
+    reach = np.where(codes == 0, 0, 2.0 ** ((codes - 128) / 8))
     return Decoded(
         exact=[(both[exact_head == h, : entry.key_dim], both[exact_head == h, entry.key_dim :]) for h in heads],
         clusters=clusters,
         centroids=by_head,
         variance=[variance[head_of == head] for head in heads],
         spread=[spread[head_of == head] for head in heads],
+        axes=[basis_rows(bases, "key_axes", head, entry.key_dim) for head in heads],
+        reach=[reach[head_of == head] for head in heads],
     )
 
 

@@ -139,6 +139,23 @@ def test_a_mistake_is_told_before_the_model_is_loaded(
     assert not (tmp_path / "fresh").exists()
 
 
+def test_a_model_that_did_not_build_the_archive_leaves_no_folder_behind(workplace: Path, tmp_path: Path):
+    tiny_model("llama", seed=1).save_pretrained(tmp_path / "other")
+    tiny_tokenizer().save_pretrained(tmp_path / "other")
+    common = (
+        "--archive",
+        workplace / "indexes" / "harbour",
+        "--model",
+        tmp_path / "other",
+        "--out",
+        tmp_path / "fresh",
+    )
+    code, _, fault = run(alone, *common)
+    assert code != 0
+    assert "built with another model" in fault
+    assert not (tmp_path / "fresh").exists()
+
+
 def test_a_folder_of_another_sweep_is_refused(workplace: Path, calibrated: tuple[Path, dict[str, object]]):
     folder, _ = calibrated
     code, _, fault = run(alone, "--archive", workplace / "indexes" / "harbour", "--out", folder, "--quick")

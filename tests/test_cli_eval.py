@@ -352,6 +352,27 @@ def test_a_folder_in_use_is_refused_before_the_model_is_loaded(
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
+@pytest.mark.parametrize("line", ["{}", "[1]", "null", "torn", '{"outcomes": [], "nll": []}', "\udcff"])
+def test_results_that_were_not_written_here_are_refused(tmp_path: Path, line: str) -> None:
+    results = ResultsFolder(tmp_path, {})
+    (tmp_path / "results.jsonl").write_bytes(f"{line}\n".encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError, match=r"results\.jsonl' is damaged; delete it to measure again"):
+        results.read()
+
+
+def test_damaged_settings_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"settings\.json' is damaged; choose another --out$"):
+        ResultsFolder(tmp_path, {})
+
+
+def test_a_folder_whose_settings_were_being_written_is_taken(tmp_path: Path) -> None:
+    """A crash leaves the part that was written under another name."""
+    (tmp_path / "settings.part").write_text("{", encoding="utf-8")
+    ResultsFolder(tmp_path, {"seed": 1})
+    assert [path.name for path in tmp_path.iterdir()] == ["settings.json"]
+
+
 def test_layers_need_questions(place: Path) -> None:
     result = CliRunner().invoke(app, words(place, "never", "--layers", suite="perplexity"))
     assert "add a suite other than perplexity" in str(result.exception)

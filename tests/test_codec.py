@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragkv.codec import CODEC_BITS, Basis, Widths, allocate, decode, decode_codes, encode, fit_basis, pack, unpack
+from ragkv.codec import Basis, Widths, allocate, decode, decode_codes, encode, fit_basis, pack, unpack
 from ragkv.kmeans import query_metric
-from ragkv.recipe import CODECS
+from ragkv.recipe import CODEC_BITS, CODECS
 
 COST = {8: 0.0001, 4: 0.01154, 2: 0.1188, 0: 1.0}
 """Squared error of a unit Gaussian under the best uniform quantiser of a width; nothing stored costs its variance."""

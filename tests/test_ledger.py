@@ -121,9 +121,11 @@ def test_batch_multiplies_every_kv_and_archive_figure():
 
 def test_archive_of_a_hybrid_model_by_hand():
     # exact 16 + 64, archived 920, clusters 115; 2 global layers x 8 heads; 2 sliding layers x 8 heads x 127 tokens
-    resident = 16 * (115 * (256 + 24) + 80 * 256) + 16 * 127 * 256
-    on_disk = 16 * (920 * (256 + 4) + 115 * 256 + 80 * 256) + 16 * 127 * 256
-    assert (resident, on_disk) == (1363072, 5146112)
+    resident = 16 * (115 * (256 + 40) + 80 * 256) + 16 * 127 * 256
+    # a row: scale and 3 bits of 64 numbers, twice, and the position; bases: mean, 8 axes, two transforms
+    row, bases = 2 * (1 + 24) + 2, 64 * (4 + 2 * 8) + 2 * 2 * 64 * 64
+    on_disk = 16 * (920 * row + 115 * (64 + 20) + bases + 80 * 256) + 16 * 127 * 256
+    assert (resident, on_disk) == (1392512, 2050496)
     expected = ArchiveBytes(n_clusters=115, resident=resident, on_disk=on_disk)
     assert archive_bytes(gpt_oss_layers(), 1000, value_bytes=2, recipe=Recipe()) == expected
 
@@ -249,6 +251,12 @@ def test_a_bad_size_is_a_config_error_with_the_value(text):
 def test_counts_below_one_are_refused(call):
     with pytest.raises(ConfigError, match="at least 1"):
         call()
+
+
+def test_a_recipe_for_layers_that_are_not_there_is_refused():
+    recipe = Recipe(layer_codecs={"32": {"key_codec": "int8"}})
+    with pytest.raises(ConfigError, match="there is no layer 32; the model has layers 0 to 31"):
+        build_ledger(llama_layers(), [4096], value_bytes=2, recipe=recipe)
 
 
 @pytest.mark.parametrize(("name", "magic"), [("kv.png", b"\x89PNG"), ("kv.svg", b"<?xml")])

@@ -51,6 +51,9 @@ from tests.tiny import tiny_model, tiny_tokenizer
         ({"layer_budgets": [5]}, r"layer_budgets is \[5\]"),
         ({"layer_budgets": {"1": 5}, "mass": 0.5}, "layer_budgets count tokens and go with budget"),
         ({"layer_budgets": {"1": 5}, "top_m": 5}, "layer_budgets count tokens and go with budget"),
+        ({"budget": 1 << 63}, r"budget is too large; give at most 2\^63 - 1"),
+        ({"layer_budgets": {"9" * 5000: 5}}, "layer_budgets has '999"),
+        ({"layer_budgets": {"1": 5, "01": 6}}, "layer_budgets names a layer twice: 1, 01"),
         ({"budgets": 5}, "unknown key 'budgets'; known are budget, top_m"),
     ],
 )
@@ -191,9 +194,9 @@ def test_clusters_are_chosen_by_hand_for_each_kind_of_limit(limit: Limit, hit: l
     assert choice.tokens.tolist() == [[int(SIZES[0, hit].sum())]]
 
 
-def test_priority_orders_and_mass_alone_counts() -> None:
-    priority = torch.tensor([[10.0, 1.0, 1.0, 1.0]])
-    choice = choose_clusters(MASS, SIZES, Limit(mass=0.5), priority=priority)
+def test_worth_orders_and_mass_alone_counts() -> None:
+    worth = MASS * torch.tensor([10.0, 1.0, 1.0, 1.0])
+    choice = choose_clusters(worth, SIZES, Limit(mass=0.5), mass=MASS)
     assert choice.hit_ids().tolist() == [[[0, 1, -1, -1]]]  # 0.95 estimated, 0.85 without 0, 0.45 without 1
 
 

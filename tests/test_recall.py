@@ -62,16 +62,18 @@ class Reference:
     def __init__(self, archive: Archive, index: int) -> None:
         stored = decoded(archive, index)
         self.exact, self.clusters = stored.exact, stored.clusters
+        self.axes = stored.axes
+        self.variances = [torch.from_numpy(reach**2).bfloat16().double().numpy() for reach in stored.reach]
         self.estimate(stored.centroids, stored.variance, stored.spread)
 
     def estimate(self, centroids: list[Vector], variance: list[Vector], spread: list[Vector]) -> None:
         self.centroids = centroids
         self.means = [np.stack([values.mean(0) for _, values in clusters]) for clusters in self.clusters]
-        informed = any(of_head.any() for of_head in variance)
+        informed = any(of_head.any() for of_head in spread)
         self.log_sizes, self.priority = [], []
         for head, clusters in enumerate(self.clusters):
             correction = np.minimum(variance[head] / 2, 0.5)
-            worth = np.sqrt(variance[head] * spread[head]) * np.exp(-correction)
+            worth = np.sqrt(spread[head]) * np.exp(-correction)
             self.log_sizes.append(np.log([len(keys) for keys, _ in clusters]) + correction)
             self.priority.append(worth if informed else np.ones_like(worth))
 
@@ -104,13 +106,16 @@ class Reference:
             return [] if call.sinks is None else [call.sinks[head * group + g].detach().double().numpy().reshape(1)]
 
         centroids, means, log_sizes = self.centroids[head], self.means[head], self.log_sizes[head]
-        mass = np.zeros(len(clusters))
+        mass, worth = np.zeros(len(clusters)), np.zeros(len(clusters))
         for g, query in enumerate(queries):
             estimated = logits(centroids, query) + log_sizes
             rest = [logits(exact_keys, query), logits(local_keys, query), *sink(g)]
-            mass += softmax(np.concatenate([estimated, *rest]))[: len(clusters)]
+            share = softmax(np.concatenate([estimated, *rest]))[: len(clusters)]
+            along = self.axes[head] @ query * call.scaling
+            mass += share
+            worth += share * np.exp(np.minimum(60, np.sqrt(self.variances[head] @ along**2)))
         recalled: list[int] = []
-        left = sorted(range(len(clusters)), key=lambda c: mass[c] * self.priority[head][c])
+        left = sorted(range(len(clusters)), key=lambda c: worth[c] * self.priority[head][c])
         while left and self._goes_on(limit, head, recalled, mass[left].sum() / group):
             recalled.append(left.pop())
         keys = np.concatenate([clusters[c][0] for c in recalled] + [exact_keys, local_keys])
@@ -208,6 +213,9 @@ def test_everything_recalled_is_softmax_attention_over_all_tokens(
             reference.clusters[head] = tokens  # one token each: nothing is estimated, whatever the budget
         keys_of = [np.concatenate([keys for keys, _ in clusters]) for clusters in reference.clusters]
         none = [np.zeros(len(keys)) for keys in keys_of]
+        reference.variances = [
+            np.zeros((len(keys), len(axes))) for keys, axes in zip(keys_of, reference.axes, strict=True)
+        ]
         reference.estimate(keys_of, none, none)
         expected = torch.from_numpy(reference.attend(done.call, Limit(tokens=1)))
         found = done.output[:, :, some_rows(done.output.shape[2])]

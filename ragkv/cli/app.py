@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -67,7 +69,11 @@ def describe(
 
 
 def main() -> None:
-    """Run the command line; a `RagkvError` becomes one line on stderr and exit code 2, an interrupt exit code 130."""
+    """Run the command line; a `RagkvError` becomes one line on stderr and exit code 2, an interrupt exit code 130.
+
+    A request to terminate (exit code 143) unwinds as an interrupt does, so that temporary folders are removed.
+    """
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         app(prog_name="ragkv")
     except RagkvError as error:
@@ -75,6 +81,12 @@ def main() -> None:
         raise SystemExit(EXIT_ERROR) from error
     except KeyboardInterrupt as error:
         raise SystemExit(EXIT_INTERRUPTED) from error
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(signum: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)
 
 
 if __name__ == "__main__":

@@ -101,6 +101,7 @@ def calibrate(
       ragkv build report.txt --model demo --recipe calibration/recipe.toml
     """
     from ragkv.evaluation.calibrate_tasks import find_sources, plan_questions, read_asked
+    from ragkv.evaluation.run import ResultsFolder
 
     base = Recipe.from_toml(recipe) if recipe else Recipe()
     sweep = _sweep(base, tokens_per_cluster, codec, budget, quick=quick)
@@ -115,7 +116,7 @@ def calibrate(
     )
     _require_extras(plan)
     settings = _settings(sources, plan, sweep)
-    _claim(out_dir, settings)
+    ResultsFolder.check(out_dir, settings)
     print_note(_effort(sources, plan, sweep))
     name = model or sources[0].manifest.model_name
     calibration, about = _measure(name, sources, plan, sweep, out_dir, settings, dtype=dtype, device=device)
@@ -177,13 +178,6 @@ def _settings(sources: tuple[Source, ...], plan: Plan, sweep: Sweep) -> dict[str
     }
 
 
-def _claim(out_dir: Path, settings: dict[str, object]) -> None:
-    """Refuse a folder that holds anything else, before the model is loaded."""
-    from ragkv.evaluation.run import ResultsFolder
-
-    ResultsFolder(out_dir, settings)
-
-
 def _effort(sources: tuple[Source, ...], plan: Plan, sweep: Sweep) -> str:
     """How much there is to measure, in one sentence, with the ways to make it less."""
     from ragkv.evaluation.calibrate import LAYER_QUESTIONS
@@ -218,12 +212,14 @@ def _measure(
     from ragkv.evaluation import calibrate as measuring
     from ragkv.evaluation.calibrate_tasks import make_tasks
     from ragkv.evaluation.calibrate_words import About
+    from ragkv.evaluation.run import ResultsFolder
     from ragkv.fingerprint import require_match
 
     loaded = load(name, dtype, device)
     first = sources[0].manifest
     require_match(first.fingerprint, loaded.model, loaded.tokenizer)
     tasks = make_tasks(loaded, sources, plan)
+    ResultsFolder(out_dir, settings)
     placed = {"dtype": str(loaded.model.dtype).removeprefix("torch."), "device": loaded.model.device.type}
     with progress() as report:
         calibration = measuring.calibrate(

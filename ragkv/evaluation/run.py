@@ -80,7 +80,9 @@ class ResultsFolder:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if not path.exists():
-                path.write_text(json.dumps(settings, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+                part = path.with_suffix(".part")  # a crash must not leave half of the settings under their name
+                part.write_text(json.dumps(settings, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+                part.rename(path)
         except OSError as error:
             raise ConfigError(f"cannot keep results in {str(folder)!r}: {error}") from error
 
@@ -89,20 +91,32 @@ class ResultsFolder:
         """Refuse a folder that cannot hold these results; nothing is written."""
         path = folder / SETTINGS_FILE
         try:
-            if path.exists():
-                if json.loads(path.read_text(encoding="utf-8")) != json.loads(json.dumps(settings)):
-                    raise ConfigError(f"{str(folder)!r} holds results of other settings; choose another --out")
-            elif folder.exists() and any(folder.iterdir()):
-                raise ConfigError(f"{str(folder)!r} is not empty and holds no {SETTINGS_FILE}; choose another --out")
-        except (OSError, ValueError) as error:
+            kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+            inside = {found.name for found in folder.iterdir()} if folder.exists() else set()
+        except OSError as error:
             raise ConfigError(f"cannot keep results in {str(folder)!r}: {error}") from error
+        except ValueError as error:
+            raise ConfigError(f"{str(path)!r} is damaged; choose another --out") from error
+        if path.exists() and kept != json.loads(json.dumps(settings)):
+            raise ConfigError(f"{str(folder)!r} holds results of other settings; choose another --out")
+        if not path.exists() and inside - {path.with_suffix(".part").name}:
+            raise ConfigError(f"{str(folder)!r} is not empty and holds no {SETTINGS_FILE}; choose another --out")
 
     def read(self) -> list[Measured]:
-        """Everything measured so far; a last line that was cut short by a crash is left out."""
+        """Everything measured so far; a last line that was cut short by a crash is left out.
+
+        Raises
+        ------
+        ConfigError
+            If a whole line is not what `add` wrote.
+        """
         if not self._lines.exists():
             return []
-        lines = self._lines.read_text(encoding="utf-8").splitlines(keepends=True)
-        return [Measured.from_dict(json.loads(line)) for line in lines if line.endswith("\n")]
+        lines = self._lines.read_bytes().splitlines(keepends=True)
+        try:
+            return [Measured.from_dict(json.loads(line)) for line in lines if line.endswith(b"\n")]
+        except (ValueError, TypeError, LookupError) as error:
+            raise ConfigError(f"{str(self._lines)!r} is damaged; delete it to measure again") from error
 
     def add(self, measured: Measured) -> None:
         """Append one line, whole."""
