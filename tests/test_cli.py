@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -203,3 +204,20 @@ def test_help_teaches_with_an_example(command: str) -> None:
 
 def test_the_documentation_shows_the_help_as_it_is() -> None:
     assert PAGE.read_text(encoding="utf-8") == render()
+
+
+def test_a_request_to_terminate_unwinds_so_that_temporary_folders_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[str] = []
+
+    def work(prog_name: str) -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            left.append(prog_name)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(entry, "app", work)
+    with pytest.raises(SystemExit) as stopped:
+        entry.main()
+    assert (stopped.value.code, left) == (143, ["ragkv"])
+    assert signal.getsignal(signal.SIGTERM) is before
