@@ -14,7 +14,7 @@ from ragkv.cli.common import progress
 from ragkv.cli.output import err, format_bytes, out
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("README.md", "docs/how-it-works.md", "docs/cli.md", "indexes/FORMAT.md", "CHANGELOG.md")
+SOURCES = ("README.md", "docs/how-it-works.md", "indexes/FORMAT.md", "CHANGELOG.md")
 QUESTIONS = (
     "How many bytes does one token of the example model cost?",
     "Which environment variable names the cache folder?",

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 
@@ -74,9 +75,23 @@ class Basis:
     mean: torch.Tensor
 
     @cached_property
-    def middles(self) -> torch.Tensor:
-        """What takes a level to the middle of its interval, in steps: (n_kept,) float32."""
-        return self.widths.per_coefficient(-127.5, -7.5, -1.5).to(self.rows.device)
+    def byte_rows(self) -> torch.Tensor:
+        """What `read_bytes` numbers are multiplied with instead of levels: (n_kv_heads, n_kept, dim) float32.
+
+        A byte is lo + 16 hi, or c0 + 4 c1 + 16 c2 + 64 c3; its low bits are lo, or c0, c0 + 4 c1, ... So the levels
+        are differences of numbers that take one operation each, and the differences are taken of the rows, once.
+        """
+        eight, four, two = self.rows.split([self.widths.eight, self.widths.four, self.widths.two], dim=1)
+        low, high = four[:, 0::2], four[:, 1::2] / 16
+        parts = [two[:, place::4] / 4**place for place in range(4)]
+        steps = [here - after for here, after in pairwise(parts)]
+        return torch.cat([eight, low - high, high, *steps, parts[-1]], dim=1)
+
+    @cached_property
+    def origin(self) -> torch.Tensor:
+        """The residual, in scales, of a token whose bytes are all 0: (n_kv_heads, dim) float32."""
+        middles = self.widths.per_coefficient(-127.5, -7.5, -1.5).to(self.rows.device)
+        return (middles.unsqueeze(1) * self.rows).sum(1)
 
     @cached_property
     def scales(self) -> torch.Tensor:
@@ -172,16 +187,21 @@ def encode(residuals: torch.Tensor, basis: Basis, *, metric: torch.Tensor | None
     return torch.cat([scale, pack((codes + half).to(torch.uint8), widths)], dim=-1)
 
 
-def decode_codes(raw: torch.Tensor, basis: Basis) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split coded tokens (..., n_bytes) uint8 into coefficients (..., n_kept) float32, in steps, and scale (...,)."""
-    codes = unpack(raw[..., 1:], basis.widths).float().add_(basis.middles)
-    return codes, basis.scales[raw[..., 0].long()]
+def read_bytes(raw: torch.Tensor, basis: Basis) -> tuple[torch.Tensor, torch.Tensor]:
+    """Coded tokens (..., n_bytes) uint8 as numbers (..., n_kept) float32 and scales (...,).
+
+    The residual is ``(numbers @ basis.byte_rows + basis.origin) * scale``.
+    """
+    widths = basis.widths
+    scale, eight, nibbles, pairs = raw.split([1, widths.eight, widths.four // 2, widths.two // 4], dim=-1)
+    numbers = torch.cat([eight, nibbles & 15, nibbles, pairs & 3, pairs & 15, pairs & 63, pairs], dim=-1)
+    return numbers.float(), basis.scales[scale[..., 0].long()]
 
 
 def decode(raw: torch.Tensor, basis: Basis) -> torch.Tensor:
     """Residuals (n_kv_heads, n_tokens, dim) float32 of coded tokens (n_kv_heads, n_tokens, n_bytes) uint8."""
-    codes, scale = decode_codes(raw, basis)
-    return (codes * scale.unsqueeze(-1)) @ basis.rows
+    numbers, scale = read_bytes(raw, basis)
+    return (numbers @ basis.byte_rows + basis.origin.unsqueeze(1)) * scale.unsqueeze(-1)
 
 
 def pack(levels: torch.Tensor, widths: Widths) -> torch.Tensor:

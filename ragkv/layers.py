@@ -150,25 +150,22 @@ def decode_rows(table: RecallTables, centroids: torch.Tensor) -> tuple[torch.Ten
     else:
         base = centroids.float().flatten(0, 1).repeat_interleave(table.sizes.flatten(), dim=0)
         keys = base.view(*rows.shape[:2], -1) + decode(rows[..., : payload.key_bytes], payload.key_basis)
-    if payload.value_basis is None:
-        return keys, payload.values(rows).numbers
-    values = decode(rows[..., payload.key_bytes :], payload.value_basis)
-    return keys, values + payload.value_basis.mean.unsqueeze(1)
+    return keys, decode_values(rows, payload)
 
 
 def mean_values(table: RecallTables) -> torch.Tensor:
-    """Mean value of each cluster as its rows decode: (n_kv_heads, n_clusters, value_dim) float32, 0 where empty.
+    """Mean value of each cluster as its rows decode: (n_kv_heads, n_clusters, value_dim) float32, 0 where empty."""
+    values = decode_values(table.rows(), table.payload).flatten(0, 1)
+    sums = torch.segment_reduce(values, "sum", lengths=table.sizes.flatten(), axis=0, initial=0)
+    return sums.view(*table.sizes.shape, -1) / table.sizes.clamp_min(1).unsqueeze(-1)
 
-    Means are taken of the coefficients and transformed once.
-    """
-    values = table.payload.values(table.rows())
-    numbers = values.numbers if values.scale is None else values.numbers * values.scale.unsqueeze(-1)
-    sums = torch.segment_reduce(numbers.flatten(0, 1), "sum", lengths=table.sizes.flatten(), axis=0, initial=0)
-    means = sums.view(*table.sizes.shape, -1) / table.sizes.clamp_min(1).unsqueeze(-1)
-    basis = table.payload.value_basis
+
+def decode_values(rows: torch.Tensor, payload: Payload) -> torch.Tensor:
+    """Values (n_kv_heads, n_tokens, value_dim) float32 of `rows` (n_kv_heads, n_tokens, row_bytes) uint8."""
+    basis = payload.value_basis
     if basis is None:
-        return means
-    return (means @ basis.rows + basis.mean.unsqueeze(1)).masked_fill_(table.sizes.unsqueeze(-1) == 0, 0)
+        return payload.values(rows).numbers
+    return decode(rows[..., payload.key_bytes :], basis) + basis.mean.unsqueeze(1)
 
 
 def jensen_correction(logit_variance: torch.Tensor) -> torch.Tensor:

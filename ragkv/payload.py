@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ragkv.codec import Basis, decode_codes
+from ragkv.codec import Basis, read_bytes
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Payload:
 def _numbers(raw: torch.Tensor, basis: Basis | None, dtype: torch.dtype) -> Numbers:
     if basis is None:
         return Numbers(raw.contiguous().view(dtype).float(), None)
-    return Numbers(*decode_codes(raw, basis))
+    return Numbers(*read_bytes(raw, basis))
 
 
 def to_bits(tensor: torch.Tensor) -> torch.Tensor:

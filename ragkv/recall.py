@@ -23,6 +23,7 @@ from ragkv.payload import Numbers, Payload
 from ragkv.policy import Limit
 from ragkv.spread import logit_deviation
 
+_FEWEST, _TOKENS_OF_A_CLUSTER = 16, 4  # clusters looked at first: sorting all takes twice as long
 _MAX_DEVIATION = 60.0  # its exponential still fits float32
 _BLOCK_FLOATS = 1 << 22  # logits or recalled values held at once; longer questions are attended in blocks of rows
 
@@ -104,9 +105,13 @@ def choose_clusters(
     mass = worth if mass is None else mass
     if padded:  # behind real clusters whose mass underflowed to 0
         worth = worth.masked_fill(sizes.unsqueeze(1) == 0, -1)
-    clusters = worth.topk(limit.candidates(mass.shape[-1]), dim=-1).indices
-    held = sizes.unsqueeze(1).expand(-1, mass.shape[1], -1).gather(2, clusters)
+    most = limit.candidates(worth.shape[-1])
+    few = most if limit.clusters is not None else min(most, max(_FEWEST, limit.tokens // _TOKENS_OF_A_CLUSTER))
+    clusters, held = _best(worth, sizes, few)
     ends = held.cumsum(-1)
+    if few < most and bool((ends[..., -1] < limit.tokens).any()):  # clusters are small here: look at all
+        clusters, held = _best(worth, sizes, most)
+        ends = held.cumsum(-1)
     begins = ends - held
     kept = begins < limit.tokens
     if limit.mass is not None:
@@ -114,6 +119,12 @@ def choose_clusters(
         left = mass.sum(-1, keepdim=True) - (taken.cumsum(-1) - taken)  # estimated before each is taken
         kept &= (begins < limit.floor) | (left > 1 - limit.mass)
     return Choice(clusters, kept, begins, ends, tokens=(held * kept).sum(-1))
+
+
+def _best(worth: torch.Tensor, sizes: torch.Tensor, n_best: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `n_best` clusters of each row in descending order, and their sizes."""
+    clusters = worth.topk(n_best, dim=-1).indices
+    return clusters, sizes.unsqueeze(1).expand(-1, worth.shape[1], -1).gather(2, clusters)
 
 
 def gather_rows(table: RecallTables, choice: Choice) -> Recalled:
@@ -153,7 +164,8 @@ def _attend_rows(
     if table is not None:
         mass = logits.softmax(-1)[..., : table.n_clusters]
         worth = _worth(view.query, table, mass)
-        choice = choose_clusters(worth, table.sizes, limit, mass=mass.mean(2), padded=table.padded)
+        share = None if limit.mass is None else mass.mean(2)
+        choice = choose_clusters(worth, table.sizes, limit, mass=share, padded=table.padded)
         recalled = gather_rows(table, choice)
         near = cap(_near_products(view.query, table.payload, recalled, products), call.softcap)
         near = near.masked_fill(~recalled.real.unsqueeze(2), -torch.inf)
@@ -191,8 +203,10 @@ def _near_products(query: torch.Tensor, payload: Payload, recalled: Recalled, pr
     keys, basis = payload.keys(recalled.rows), payload.key_basis
     if basis is None:
         return query @ keys.numbers.transpose(-1, -2)
-    coefficients = query.flatten(1, 2) @ basis.rows.transpose(1, 2)
-    own = coefficients.view(*query.shape[:3], -1) @ keys.numbers.transpose(-1, -2)
+    flat = query.flatten(1, 2)
+    along = torch.bmm(flat, basis.byte_rows.transpose(1, 2)).view(*query.shape[:3], -1)
+    own = along @ keys.numbers.transpose(-1, -2)
+    own += torch.bmm(flat, basis.origin.unsqueeze(2)).view(*query.shape[:3], 1)
     base = products.gather(3, recalled.cluster.unsqueeze(2).expand(-1, -1, query.shape[2], -1))
     return base.add_(_scaled(own, keys))
 
@@ -200,11 +214,13 @@ def _near_products(query: torch.Tensor, payload: Payload, recalled: Recalled, pr
 def _near_sum(weights: torch.Tensor, payload: Payload, recalled: Recalled) -> torch.Tensor:
     """Recalled values summed with `weights` (n_kv_heads, n_rows, group, width): (..., group, value_dim)."""
     values, basis = payload.values(recalled.rows), payload.value_basis
-    summed = _scaled(weights, values) @ values.numbers
+    scaled = _scaled(weights, values)
+    summed = scaled @ values.numbers
     if basis is None:
         return summed
-    back = (summed.flatten(1, 2) @ basis.rows).view(*weights.shape[:3], -1)
-    return back + weights.sum(-1, keepdim=True) * basis.mean[:, None, None]
+    back = torch.bmm(summed.flatten(1, 2), basis.byte_rows).view(*weights.shape[:3], -1)
+    back += scaled.sum(-1, keepdim=True) * basis.origin[:, None, None]
+    return back.add_(weights.sum(-1, keepdim=True) * basis.mean[:, None, None])
 
 
 def _scaled(weights: torch.Tensor, numbers: Numbers) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragkv.codec import Basis, Widths, allocate, decode, decode_codes, encode, fit_basis, pack, unpack
+from ragkv.codec import Basis, Widths, allocate, decode, encode, fit_basis, pack, unpack
 from ragkv.kmeans import query_metric
 from ragkv.recipe import CODEC_BITS, CODECS
 
@@ -20,6 +20,14 @@ LEVELS = {8: 128, 4: 8, 2: 2}
 QUICK = settings(max_examples=25, deadline=None)
 
 seeds = st.integers(0, 2**32 - 1)
+
+
+def coefficients(raw: torch.Tensor, basis: Basis) -> tuple[torch.Tensor, torch.Tensor]:
+    """Coefficients (..., n_kept), in steps, and scales (...,) of coded tokens, level by level."""
+    middles = basis.widths.per_coefficient(-127.5, -7.5, -1.5)
+    return unpack(raw[..., 1:], basis.widths).float() + middles, basis.scales[raw[..., 0].long()]
+
+
 bits = st.sampled_from(sorted(CODEC_BITS.values()))
 counts = st.builds(lambda a, b, c: Widths(a, 2 * b, 4 * c), st.integers(0, 9), st.integers(0, 5), st.integers(0, 4))
 
@@ -94,7 +102,7 @@ def test_the_first_of_several_levels_takes_the_low_bits() -> None:
 def test_a_coded_token_by_hand() -> None:
     basis = Basis(widths=Widths(1, 2, 4), rows=torch.eye(7).unsqueeze(0) * 10, mean=torch.zeros(1, 7))
     raw = torch.tensor([[[136, 200, 195, 57], [120, 0, 0, 0], [0, 200, 195, 57]]], dtype=torch.uint8)
-    numbers, scale = decode_codes(raw, basis)
+    numbers, scale = coefficients(raw, basis)
     assert numbers[0, 0].tolist() == [72.5, -4.5, 4.5, -0.5, 0.5, 1.5, -1.5]
     assert scale.tolist() == [[2.0, 0.5, 0.0]]  # an eighth of an octave for each step from 128; 0 is zero
     assert decode(raw, basis)[0, 0].tolist() == [1450.0, -90.0, 90.0, -10.0, 10.0, 30.0, -30.0]
@@ -208,7 +216,7 @@ def test_no_token_loses_more_than_under_the_scale_that_clips_nothing(seed: int, 
     points = points**3 if heavy else points
     basis = fit_basis(points, n_bits, metric=metric)
     wanted, weight = analysed(points, basis, metric)
-    numbers, scale = decode_codes(encode(points, basis, metric=metric), basis)
+    numbers, scale = coefficients(encode(points, basis, metric=metric), basis)
     found = numbers.double() * scale.double().unsqueeze(-1)
     error = ((found - wanted).square() * weight).sum(-1)
     least = ((unclipped(wanted, basis.widths)[0] - wanted).square() * weight).sum(-1)
@@ -221,8 +229,8 @@ def test_coding_what_was_decoded_moves_no_token_by_more_than_half_a_step(seed: i
     points = correlated(2, 80, 16, seed)
     basis = fit_basis(points, n_bits)
     once = encode(points, basis)
-    numbers, scale = decode_codes(once, basis)
-    again, other = decode_codes(encode(decode(once, basis), basis), basis)
+    numbers, scale = coefficients(once, basis)
+    again, other = coefficients(encode(decode(once, basis), basis), basis)
     weight = basis.rows.double().square().sum(-1).unsqueeze(1)
     moved = (again * other.unsqueeze(-1) - numbers * scale.unsqueeze(-1)).double().square().mul(weight).sum(-1)
     assert bool((moved <= (scale.double() / 2).square() * weight.sum(-1) * 1.001).all())
