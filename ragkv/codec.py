@@ -94,6 +94,16 @@ class Basis:
         return (middles.unsqueeze(1) * self.rows).sum(1)
 
     @cached_property
+    def logit_rows(self) -> torch.Tensor:
+        """`byte_rows` and `origin` below them, what queries are multiplied with: (n_kv_heads, dim, n_kept + 1)."""
+        return torch.cat([self.byte_rows, self.origin.unsqueeze(1)], dim=1).transpose(1, 2).contiguous()
+
+    @cached_property
+    def sum_rows(self) -> torch.Tensor:
+        """`byte_rows`, `origin` and `mean`, what weighted sums are multiplied with: (n_kv_heads, n_kept + 2, dim)."""
+        return torch.cat([self.byte_rows, self.origin.unsqueeze(1), self.mean.unsqueeze(1)], dim=1)
+
+    @cached_property
     def scales(self) -> torch.Tensor:
         """The scale that each byte stands for: (256,) float32."""
         return scale_of(torch.arange(256, dtype=torch.uint8, device=self.rows.device))

@@ -49,7 +49,7 @@ class RecallTables:
     ``mapped``, the mapped row file (n_bytes,) uint8 on the host, whose rows ``payload`` lays out. ``priority``
     (n_kv_heads, n_clusters) float32 is what a cluster's mass is weighted with when clusters are ranked, see
     `recall_priority`; ``axes`` (n_kv_heads, n_axes, key_dim) float32 and ``axis_variances`` (n_kv_heads, n_clusters,
-    n_axes) bfloat16 say how its keys spread, see `ragkv.spread`. ``largest`` is the size of the largest cluster,
+    n_axes) float32 say how its keys spread, see `ragkv.spread`. ``largest`` is the size of the largest cluster,
     ``n_tokens`` the archived tokens of a head; ``padded`` says that some head has fewer clusters than others, its last
     sizes being 0.
     """
@@ -210,7 +210,7 @@ def _recall_tables(folder: Path, entry: LayerEntry, prototypes: Prototypes, stor
         sizes=sizes,
         priority=recall_priority(prototypes.logit_variance, prototypes.value_spread),
         axes=axes,
-        axis_variances=axis_variances(prototypes.axis_scales).to(torch.bfloat16),
+        axis_variances=axis_variances(prototypes.axis_scales),
         address=address.reshape(sizes.shape),
         mapped=map_file(rows_path),
         groups=groups,

@@ -16,8 +16,8 @@ from ragkv.architecture import LayerShape
 from ragkv.errors import ConfigError, UnsupportedModelError
 from ragkv.recipe import CODEC_BITS, Recipe
 
-# Per cluster and KV head: 8-byte address, 8-byte size, 4-byte bias, 4-byte priority, 8 variances of 2 bytes.
-CLUSTER_TABLE_BYTES = 40
+# Per cluster and KV head: 8-byte address, 8-byte size, 4-byte bias, 4-byte priority, 8 variances of 4 bytes.
+CLUSTER_TABLE_BYTES = 56
 # On disk per archived token and KV head: the token's position, packed; per cluster: size, two spreads, 8 axis scales.
 POSITION_BYTES = 2
 CLUSTER_ROW_BYTES = 20

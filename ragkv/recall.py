@@ -190,7 +190,7 @@ def _worth(query: torch.Tensor, table: RecallTables, mass: torch.Tensor) -> torc
     deviation of the logit nearer to the query than their centroid, times its priority. A cluster that may hide a sharp
     match comes before a flat one of the same mass.
     """
-    deviation = logit_deviation(query.flatten(1, 2), table.axes, table.axis_variances.float())
+    deviation = logit_deviation(query.flatten(1, 2), table.axes, table.axis_variances)
     reached = deviation.clamp_max_(_MAX_DEVIATION).exp_().view_as(mass).mul_(mass)
     return reached.sum(2).mul_(table.priority.unsqueeze(1))
 
@@ -203,10 +203,8 @@ def _near_products(query: torch.Tensor, payload: Payload, recalled: Recalled, pr
     keys, basis = payload.keys(recalled.rows), payload.key_basis
     if basis is None:
         return query @ keys.numbers.transpose(-1, -2)
-    flat = query.flatten(1, 2)
-    along = torch.bmm(flat, basis.byte_rows.transpose(1, 2)).view(*query.shape[:3], -1)
-    own = along @ keys.numbers.transpose(-1, -2)
-    own += torch.bmm(flat, basis.origin.unsqueeze(2)).view(*query.shape[:3], 1)
+    along = torch.bmm(query.flatten(1, 2), basis.logit_rows).view(*query.shape[:3], -1)
+    own = (along[..., :-1] @ keys.numbers.transpose(-1, -2)).add_(along[..., -1:])
     base = products.gather(3, recalled.cluster.unsqueeze(2).expand(-1, -1, query.shape[2], -1))
     return base.add_(_scaled(own, keys))
 
@@ -218,9 +216,8 @@ def _near_sum(weights: torch.Tensor, payload: Payload, recalled: Recalled) -> to
     summed = scaled @ values.numbers
     if basis is None:
         return summed
-    back = torch.bmm(summed.flatten(1, 2), basis.byte_rows).view(*weights.shape[:3], -1)
-    back += scaled.sum(-1, keepdim=True) * basis.origin[:, None, None]
-    return back.add_(weights.sum(-1, keepdim=True) * basis.mean[:, None, None])
+    sums = torch.cat([summed, scaled.sum(-1, keepdim=True), weights.sum(-1, keepdim=True)], dim=-1)
+    return torch.bmm(sums.flatten(1, 2), basis.sum_rows).view(*weights.shape[:3], -1)
 
 
 def _scaled(weights: torch.Tensor, numbers: Numbers) -> torch.Tensor:

@@ -63,7 +63,7 @@ class Reference:
         stored = decoded(archive, index)
         self.exact, self.clusters = stored.exact, stored.clusters
         self.axes = stored.axes
-        self.variances = [torch.from_numpy(reach**2).bfloat16().double().numpy() for reach in stored.reach]
+        self.variances = [reach**2 for reach in stored.reach]
         self.estimate(stored.centroids, stored.variance, stored.spread)
 
     def estimate(self, centroids: list[Vector], variance: list[Vector], spread: list[Vector]) -> None:
