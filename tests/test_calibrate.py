@@ -69,6 +69,14 @@ def check_of(even: tuple[float, ...], by_layer: tuple[float, ...]) -> LayerCheck
     return LayerCheck(point(16, "int4", 128, even, 0.1), dataclasses.replace(candidate, recipe=recipe))
 
 
+def test_a_base_recipe_that_loses_less_stays() -> None:
+    base = point(4, "int4", 512, (0.05, 0.06), 0.4)
+    calibration = dataclasses.replace(forged(), base=base)
+    assert calibration.found.recipe != base.recipe
+    assert calibration.final is base
+    assert "It is the base recipe itself: what the rule found" in verdict(calibration, ABOUT)
+
+
 def test_the_smallest_pair_that_is_as_good_as_the_best_is_chosen_then_the_knee_of_its_curve():
     choice = choose(forged().grid)
     assert [each.pair for each in choice.pairs] == [(16, "int4"), (8, "int4")]

@@ -8,6 +8,7 @@
 4. Layer by layer: recall in one layer only, all others dense, without codes, so that recall alone is seen. A candidate
    with twice the budget in the worst quarter of the layers and half of it in the best half is run against the chosen
    budget, and kept only if its loss is lower by more than one standard error of the paired difference.
+5. Do no harm: if the base recipe loses less than what was found, by more than one standard error, it stays.
 
 Loss is the KL divergence from dense, averaged per question; "as good as" is the rule of `find_paired_knee`.
 """
@@ -33,6 +34,7 @@ from ragkv.evaluation.calibrate_rule import (
     check_questions,
     choose,
     layer_budgets,
+    paired_error,
 )
 from ragkv.evaluation.compare import Outcome
 from ragkv.evaluation.run import Measured, Progress, ResultsFolder, Task, run
@@ -61,9 +63,19 @@ class Calibration:
     layer_check: LayerCheck | None
 
     @property
-    def final(self) -> Point:
+    def found(self) -> Point:
+        """What the rule found, with budgets by layer if they were kept."""
         check = self.layer_check
         return check.by_layer if check is not None and check.kept else self.choice.chosen
+
+    @property
+    def base_is_better(self) -> bool:
+        """Whether the base recipe loses less than what was found, by more than one standard error."""
+        return self.found.loss - self.base.loss > paired_error(self.found, self.base)
+
+    @property
+    def final(self) -> Point:
+        return self.base if self.base_is_better else self.found
 
     @property
     def recipe(self) -> Recipe:

@@ -30,7 +30,13 @@ class About:
 def verdict(calibration: Calibration, about: About) -> str:
     """What was chosen, against the base recipe, and whether more budget still helps."""
     final, base = calibration.final, calibration.base
-    if final.recipe == base.recipe:
+    if calibration.base_is_better:
+        found = calibration.found
+        against = (
+            f"It is the {about.base} recipe itself: what the rule found ({describe(found.recipe)}) loses more, "
+            f"{found.loss:.3g} (standard error of the difference {paired_error(found, base):.2g})."
+        )
+    elif final.recipe == base.recipe:
         against = f"It is the {about.base} recipe itself."
     else:
         against = f"The {about.base} recipe ({describe(base.recipe)}): {_figures(base)}. {_compared(final, base)}"
