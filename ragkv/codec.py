@@ -88,10 +88,14 @@ class Basis:
         return torch.cat([eight, low - high, high, *steps, parts[-1]], dim=1)
 
     @cached_property
+    def middles(self) -> torch.Tensor:
+        """What takes a level to the middle of its interval, in steps: (n_kept,) float32."""
+        return self.widths.per_coefficient(-127.5, -7.5, -1.5).to(self.rows.device)
+
+    @cached_property
     def origin(self) -> torch.Tensor:
         """The residual, in scales, of a token whose bytes are all 0: (n_kv_heads, dim) float32."""
-        middles = self.widths.per_coefficient(-127.5, -7.5, -1.5).to(self.rows.device)
-        return (middles.unsqueeze(1) * self.rows).sum(1)
+        return (self.middles.unsqueeze(1) * self.rows).sum(1)
 
     @cached_property
     def logit_rows(self) -> torch.Tensor:
@@ -206,6 +210,11 @@ def read_bytes(raw: torch.Tensor, basis: Basis) -> tuple[torch.Tensor, torch.Ten
     scale, eight, nibbles, pairs = raw.split([1, widths.eight, widths.four // 2, widths.two // 4], dim=-1)
     numbers = torch.cat([eight, nibbles & 15, nibbles, pairs & 3, pairs & 15, pairs & 63, pairs], dim=-1)
     return numbers.float(), basis.scales[scale[..., 0].long()]
+
+
+def coefficients(raw: torch.Tensor, basis: Basis) -> tuple[torch.Tensor, torch.Tensor]:
+    """Coded tokens (..., n_bytes) uint8 level by level: (..., n_kept) float32, in steps, and scales (...,)."""
+    return unpack(raw[..., 1:], basis.widths).float() + basis.middles, basis.scales[raw[..., 0].long()]
 
 
 def decode(raw: torch.Tensor, basis: Basis) -> torch.Tensor:

@@ -13,12 +13,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 
-from ragkv.codec import Basis, decode
+from ragkv.codec import Basis, coefficients, decode
 from ragkv.errors import ArchiveCorruptError
 from ragkv.faiss_io import read_centroids
 from ragkv.kmeans import group_sums
 from ragkv.manifest import LayerEntry
-from ragkv.payload import Numbers, Payload, from_bits
+from ragkv.payload import Payload, from_bits
 from ragkv.rows import EXACT, Rows, map_file, read_rows, row_groups
 from ragkv.tables import Prototypes, read_key_axes, read_key_mean, read_payload, read_prototypes
 
@@ -282,18 +282,20 @@ def _key_faults(layer: _Archived, counted: torch.Tensor) -> Iterator[str]:
     mean 0.
     """
     entry, centroids, basis = layer.entry, layer.prototypes.centroids.float(), layer.layout.key_basis
-    keys, eps = layer.layout.keys(layer.payload), torch.finfo(layer.layout.dtype).eps
+    eps, n_key_bytes = torch.finfo(layer.layout.dtype).eps, layer.layout.key_bytes
     magnitude = layer.key_mean.abs().unsqueeze(1) + centroids.abs() + 510 * layer.half_step
     rounding = eps * centroids.abs().clamp_min(torch.finfo(layer.layout.dtype).smallest_normal)
     allowed = (1 + eps) * layer.half_step + rounding + _SUM_ERROR * magnitude
     if basis is not None:
-        wrong = _lopsided(keys, basis, layer.labels, counted, allowed * _OBLIQUE)
+        raw = layer.payload[..., :n_key_bytes]
+        wrong = _lopsided(raw, basis, layer.labels, counted, allowed * _OBLIQUE)
         for head, cluster in wrong.nonzero().tolist():
             yield f"{entry.rows_file}: kv_head {head}, cluster {cluster}: the keys are not about their centroid"
         return
     count, n_clusters = counted.clamp_min(1).unsqueeze(-1), counted.shape[1]
-    mean = group_sums(keys.numbers, layer.labels, n_clusters) / count
-    allowed = allowed + _SUM_ERROR * group_sums(keys.numbers.abs(), layer.labels, n_clusters) / count
+    keys = layer.layout.keys(layer.payload).numbers
+    mean = group_sums(keys, layer.labels, n_clusters) / count
+    allowed = allowed + _SUM_ERROR * group_sums(keys.abs(), layer.labels, n_clusters) / count
     wrong = (counted > 0) & ((centroids - mean).abs() > allowed).any(-1)
     for head, cluster in wrong.nonzero().tolist():
         yield f"{entry.centroids_file}: kv_head {head}, cluster {cluster}: the centroid is not the mean of its rows"
@@ -301,15 +303,16 @@ def _key_faults(layer: _Archived, counted: torch.Tensor) -> Iterator[str]:
 
 def _value_faults(layer: _Archived, counted: torch.Tensor) -> Iterator[str]:
     """Lossless values have the spread that is stored; the residuals of coded ones may have the mean 0."""
-    entry, basis, values = layer.entry, layer.layout.value_basis, layer.layout.values(layer.payload)
+    entry, basis = layer.entry, layer.layout.value_basis
     if basis is not None:
         allowed = _SUM_ERROR * basis.mean.abs().unsqueeze(1)  # (n_kv_heads, 1, value_dim)
         everything = torch.full((len(counted), 1), layer.labels.shape[1])
-        wrong = _lopsided(values, basis, torch.zeros_like(layer.labels), everything, allowed)
+        raw = layer.payload[..., layer.layout.key_bytes :]
+        wrong = _lopsided(raw, basis, torch.zeros_like(layer.labels), everything, allowed)
         for head in wrong[:, 0].nonzero().flatten().tolist():
             yield f"{entry.rows_file}: kv_head {head}: the values are not about value_mean"
         return
-    numbers = values.numbers
+    numbers = layer.layout.values(layer.payload).numbers
     squared = (numbers - numbers.mean(dim=1, keepdim=True)).square().sum(-1, keepdim=True)
     magnitude = numbers.square().sum(-1).mean(1, keepdim=True)  # (n_kv_heads, 1)
     spread = group_sums(squared, layer.labels, counted.shape[1])[..., 0] / counted.clamp_min(1)
@@ -319,18 +322,20 @@ def _value_faults(layer: _Archived, counted: torch.Tensor) -> Iterator[str]:
 
 
 def _lopsided(
-    coded: Numbers, basis: Basis, labels: torch.Tensor, counted: torch.Tensor, allowed: torch.Tensor
+    raw: torch.Tensor, basis: Basis, labels: torch.Tensor, counted: torch.Tensor, allowed: torch.Tensor
 ) -> torch.Tensor:
     """Groups (n_kv_heads, n_groups) whose residuals cannot have a mean that is at most `allowed` from 0.
 
     A level stands for an interval one step wide, the outermost ones for all that lies beyond as well. The mean of a
     coefficient lies between the means of the lower and of the upper ends. `allowed` (n_kv_heads, n_groups or 1, dim).
     """
+    levels, scale = coefficients(raw, basis)
+    scale = scale.unsqueeze(-1)
     edge, count = basis.widths.per_coefficient(127.5, 7.5, 1.5), counted.clamp_min(1).unsqueeze(-1)
     reach = allowed.norm(dim=-1, keepdim=True) / basis.rows.norm(dim=-1).unsqueeze(1)  # (n_kv_heads, ., n_kept)
     wrong = torch.zeros_like(counted, dtype=torch.bool)
     for side in (-1, 1):
-        inward, scale = coded.numbers * side, 1.0 if coded.scale is None else coded.scale.unsqueeze(-1)
+        inward = levels * side
         ends = torch.where((inward == edge) & (scale > 0), torch.inf, (inward + 0.5) * scale)
         mean = group_sums(ends, labels, counted.shape[1]) / count
         rounding = _SUM_ERROR * group_sums((inward * scale).abs(), labels, counted.shape[1]) / count

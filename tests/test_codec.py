@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragkv.codec import Basis, Widths, allocate, decode, encode, fit_basis, pack, unpack
+from ragkv.codec import Basis, Widths, allocate, coefficients, decode, encode, fit_basis, pack, unpack
 from ragkv.kmeans import query_metric
 from ragkv.recipe import CODEC_BITS, CODECS
 
@@ -20,13 +20,6 @@ LEVELS = {8: 128, 4: 8, 2: 2}
 QUICK = settings(max_examples=25, deadline=None)
 
 seeds = st.integers(0, 2**32 - 1)
-
-
-def coefficients(raw: torch.Tensor, basis: Basis) -> tuple[torch.Tensor, torch.Tensor]:
-    """Coefficients (..., n_kept), in steps, and scales (...,) of coded tokens, level by level."""
-    middles = basis.widths.per_coefficient(-127.5, -7.5, -1.5)
-    return unpack(raw[..., 1:], basis.widths).float() + middles, basis.scales[raw[..., 0].long()]
-
 
 bits = st.sampled_from(sorted(CODEC_BITS.values()))
 counts = st.builds(lambda a, b, c: Widths(a, 2 * b, 4 * c), st.integers(0, 9), st.integers(0, 5), st.integers(0, 4))
