@@ -15,6 +15,7 @@ from itertools import pairwise
 import torch
 
 from ragkv.faiss_io import faiss_kmeans
+from ragkv.groups import group_sizes, group_sums
 from ragkv.recipe import Recipe
 
 log = logging.getLogger(__name__)
@@ -115,25 +116,6 @@ def query_metric(query_moment: torch.Tensor) -> torch.Tensor:
     values, vectors = torch.linalg.eigh(moment + PLAIN_SHARE * size[:, None, None] * eye)
     root = (vectors * values.clamp_min(0).sqrt().unsqueeze(1)) @ vectors.transpose(1, 2)
     return (root / size.sqrt()[:, None, None]).float()
-
-
-def group_sums(points: torch.Tensor, labels: torch.Tensor, n_groups: int) -> torch.Tensor:
-    """Sum `points` (n_heads, n, dim) by `labels` (n_heads, n): (n_heads, n_groups, dim) float32, zero where empty.
-
-    Sorted segments rather than scattered additions: the same order of summation on every run and device.
-    """
-    n_heads, n_points, dim = points.shape
-    flat = labels + torch.arange(n_heads, device=labels.device).unsqueeze(1) * n_groups
-    order = flat.reshape(-1).argsort(stable=True)
-    lengths = torch.bincount(flat.reshape(-1), minlength=n_heads * n_groups)
-    rows = points.reshape(n_heads * n_points, dim)[order].float()
-    return torch.segment_reduce(rows, "sum", lengths=lengths, axis=0, initial=0).reshape(n_heads, n_groups, dim)
-
-
-def group_sizes(labels: torch.Tensor, n_groups: int) -> torch.Tensor:
-    """Count `labels` (n_heads, n) per head: (n_heads, n_groups) int64."""
-    sizes = labels.new_zeros(labels.shape[0], n_groups)
-    return sizes.scatter_add_(1, labels, torch.ones_like(labels))
 
 
 def _segments(n_tokens: int, segment_tokens: int) -> list[tuple[int, int]]:

@@ -10,7 +10,8 @@ import torch
 
 from ragkv.codec import Basis, encode, fit_basis
 from ragkv.faiss_io import read_centroids, write_centroids
-from ragkv.kmeans import Clusters, cluster_keys, group_sizes, group_sums, query_metric
+from ragkv.groups import group_sizes, group_sums
+from ragkv.kmeans import Clusters, cluster_keys, query_metric
 from ragkv.layout import PromptTokens
 from ragkv.manifest import LayerEntry
 from ragkv.payload import rounded, to_bits

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from ragkv.codec import principal_axes, scale_code, scale_of
-from ragkv.kmeans import group_sizes, group_sums
+from ragkv.groups import group_sizes, group_sums
 
 N_AXES = 8
 """Principal axes kept; measured alike with 16."""

@@ -16,7 +16,7 @@ import torch
 from ragkv.codec import Basis, coefficients, decode
 from ragkv.errors import ArchiveCorruptError
 from ragkv.faiss_io import read_centroids
-from ragkv.kmeans import group_sums
+from ragkv.groups import group_sums
 from ragkv.manifest import LayerEntry
 from ragkv.payload import Payload, from_bits
 from ragkv.rows import EXACT, Rows, map_file, read_rows, row_groups

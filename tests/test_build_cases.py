@@ -17,7 +17,8 @@ import ragkv.kmeans
 from ragkv import Archive, ArchiveCache, LoadedModel, PromptLayout, Recipe, attach, build_archive
 from ragkv.codec import Widths
 from ragkv.errors import ConfigError, NonFiniteError
-from ragkv.kmeans import assign, cluster_keys, group_sums
+from ragkv.groups import group_sums
+from ragkv.kmeans import assign, cluster_keys
 from ragkv.manifest import MANIFEST_FILE
 from ragkv.prefill import captured_layers, prefill_cache
 from tests.archives import CODED, DOCUMENT, EVERYTHING, SMALL, archive_of, loaded

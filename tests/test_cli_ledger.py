@@ -55,7 +55,7 @@ def test_json_is_the_only_thing_on_stdout_and_in_bytes(run):
     [row] = account["rows"]
     assert row["kv_bytes"] == row["kv_allocated_bytes"] == 16 * 2**30
     # 1024 heads; 80 exact tokens, 32688 archived in 4086 clusters; 512 bytes a token and head
-    assert row["archive_resident_bytes"] == 1024 * (4086 * (512 + 24) + 80 * 512)
+    assert row["archive_resident_bytes"] == 1024 * (4086 * (512 + 56) + 80 * 512)
     assert row["archive_disk_bytes"] == 1024 * (32688 * (512 + 4) + 4086 * 512 + 80 * 512)
     assert row["gpu_share"] == pytest.approx(2 / 3)
     assert row["kv_share"] is row["worth_it"] is row["fits"] is None

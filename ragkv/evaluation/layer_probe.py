@@ -29,7 +29,7 @@ from ragkv.attention import ArchivedAttention, AttentionCall, cap, tag
 from ragkv.cache import ArchiveCache, ArchiveCacheLayer
 from ragkv.errors import ConfigError
 from ragkv.fidelity import decode_answer
-from ragkv.kmeans import group_sums
+from ragkv.groups import group_sums
 from ragkv.kv import fork_cache, layer_tensors
 from ragkv.layers import ArchivedLayer, decode_rows
 from ragkv.layout import question_ids

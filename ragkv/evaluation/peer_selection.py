@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from ragkv.attention import AttentionCall, cap
-from ragkv.kmeans import assign, group_sizes, group_sums
+from ragkv.groups import group_sizes, group_sums
+from ragkv.kmeans import assign
 from ragkv.layer_writer import Span
 from ragkv.policy import Limit
 from ragkv.recall import choose_clusters
