@@ -56,7 +56,9 @@ def test_json_is_the_only_thing_on_stdout_and_in_bytes(run):
     assert row["kv_bytes"] == row["kv_allocated_bytes"] == 16 * 2**30
     # 1024 heads; 80 exact tokens, 32688 archived in 4086 clusters; 512 bytes a token and head
     assert row["archive_resident_bytes"] == 1024 * (4086 * (512 + 56) + 80 * 512)
-    assert row["archive_disk_bytes"] == 1024 * (32688 * (512 + 4) + 4086 * 512 + 80 * 512)
+    # on disk 3 bits a number with a scale each for key and value, and the position; then mean, 8 axes, two transforms
+    token, bases = 2 * (1 + 48) + 2, 128 * (4 + 2 * 8) + 2 * 2 * 128 * 128
+    assert row["archive_disk_bytes"] == 1024 * (32688 * token + 4086 * (128 + 20) + bases + 80 * 512)
     assert row["gpu_share"] == pytest.approx(2 / 3)
     assert row["kv_share"] is row["worth_it"] is row["fits"] is None
 
