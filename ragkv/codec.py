@@ -93,19 +93,26 @@ class Basis:
         return self.widths.per_coefficient(-127.5, -7.5, -1.5).to(self.rows.device)
 
     @cached_property
-    def origin(self) -> torch.Tensor:
-        """The residual, in scales, of a token whose bytes are all 0: (n_kv_heads, dim) float32."""
-        return (self.middles.unsqueeze(1) * self.rows).sum(1)
+    def centres(self) -> torch.Tensor:
+        """Half of the largest number that each of the `read_bytes` can be: (n_kept,) float32.
+
+        Taken off, a residual is the plain product with `byte_rows`, and products do not lose digits to large numbers
+        of one sign.
+        """
+        widths = self.widths
+        halves = [127.5] * widths.eight + [7.5] * (widths.four // 2) + [127.5] * (widths.four // 2)
+        halves += [half for half in (1.5, 7.5, 31.5, 127.5) for _ in range(widths.two // 4)]
+        return torch.tensor(halves, dtype=torch.float32, device=self.rows.device)
 
     @cached_property
     def logit_rows(self) -> torch.Tensor:
-        """`byte_rows` and `origin` below them, what queries are multiplied with: (n_kv_heads, dim, n_kept + 1)."""
-        return torch.cat([self.byte_rows, self.origin.unsqueeze(1)], dim=1).transpose(1, 2).contiguous()
+        """`byte_rows` as queries are multiplied with them: (n_kv_heads, dim, n_kept)."""
+        return self.byte_rows.transpose(1, 2).contiguous()
 
     @cached_property
     def sum_rows(self) -> torch.Tensor:
-        """`byte_rows`, `origin` and `mean`, what weighted sums are multiplied with: (n_kv_heads, n_kept + 2, dim)."""
-        return torch.cat([self.byte_rows, self.origin.unsqueeze(1), self.mean.unsqueeze(1)], dim=1)
+        """`byte_rows` and then `mean`, what weighted sums are multiplied with: (n_kv_heads, n_kept + 1, dim)."""
+        return torch.cat([self.byte_rows, self.mean.unsqueeze(1)], dim=1)
 
     @cached_property
     def scales(self) -> torch.Tensor:
@@ -204,12 +211,12 @@ def encode(residuals: torch.Tensor, basis: Basis, *, metric: torch.Tensor | None
 def read_bytes(raw: torch.Tensor, basis: Basis) -> tuple[torch.Tensor, torch.Tensor]:
     """Coded tokens (..., n_bytes) uint8 as numbers (..., n_kept) float32 and scales (...,).
 
-    The residual is ``(numbers @ basis.byte_rows + basis.origin) * scale``.
+    The residual is ``(numbers @ basis.byte_rows) * scale``.
     """
     widths = basis.widths
     scale, eight, nibbles, pairs = raw.split([1, widths.eight, widths.four // 2, widths.two // 4], dim=-1)
     numbers = torch.cat([eight, nibbles & 15, nibbles, pairs & 3, pairs & 15, pairs & 63, pairs], dim=-1)
-    return numbers.float(), basis.scales[scale[..., 0].long()]
+    return numbers.float().sub_(basis.centres), basis.scales[scale[..., 0].long()]
 
 
 def coefficients(raw: torch.Tensor, basis: Basis) -> tuple[torch.Tensor, torch.Tensor]:
@@ -220,7 +227,7 @@ def coefficients(raw: torch.Tensor, basis: Basis) -> tuple[torch.Tensor, torch.T
 def decode(raw: torch.Tensor, basis: Basis) -> torch.Tensor:
     """Residuals (n_kv_heads, n_tokens, dim) float32 of coded tokens (n_kv_heads, n_tokens, n_bytes) uint8."""
     numbers, scale = read_bytes(raw, basis)
-    return (numbers @ basis.byte_rows + basis.origin.unsqueeze(1)) * scale.unsqueeze(-1)
+    return (numbers @ basis.byte_rows) * scale.unsqueeze(-1)
 
 
 def pack(levels: torch.Tensor, widths: Widths) -> torch.Tensor:

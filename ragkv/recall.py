@@ -204,7 +204,7 @@ def _near_products(query: torch.Tensor, payload: Payload, recalled: Recalled, pr
     if basis is None:
         return query @ keys.numbers.transpose(-1, -2)
     along = torch.bmm(query.flatten(1, 2), basis.logit_rows).view(*query.shape[:3], -1)
-    own = (along[..., :-1] @ keys.numbers.transpose(-1, -2)).add_(along[..., -1:])
+    own = along @ keys.numbers.transpose(-1, -2)
     base = products.gather(3, recalled.cluster.unsqueeze(2).expand(-1, -1, query.shape[2], -1))
     return base.add_(_scaled(own, keys))
 
@@ -212,11 +212,10 @@ def _near_products(query: torch.Tensor, payload: Payload, recalled: Recalled, pr
 def _near_sum(weights: torch.Tensor, payload: Payload, recalled: Recalled) -> torch.Tensor:
     """Recalled values summed with `weights` (n_kv_heads, n_rows, group, width): (..., group, value_dim)."""
     values, basis = payload.values(recalled.rows), payload.value_basis
-    scaled = _scaled(weights, values)
-    summed = scaled @ values.numbers
+    summed = _scaled(weights, values) @ values.numbers
     if basis is None:
         return summed
-    sums = torch.cat([summed, scaled.sum(-1, keepdim=True), weights.sum(-1, keepdim=True)], dim=-1)
+    sums = torch.cat([summed, weights.sum(-1, keepdim=True)], dim=-1)
     return torch.bmm(sums.flatten(1, 2), basis.sum_rows).view(*weights.shape[:3], -1)
 
 
