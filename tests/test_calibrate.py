@@ -118,14 +118,14 @@ def test_layer_budgets_are_kept_for_more_than_one_standard_error():
     check = check_of((0.5, 0.8), (0.4, 0.5))
     assert (check.gain, check.error) == (pytest.approx(0.2), pytest.approx(0.1))
     assert check.kept
-    assert forged(check).recipe.recall.layer_budgets == {"0": 256, "1": 64, "2": 64}
+    assert forged(check).found.recipe.recall.layer_budgets == {"0": 256, "1": 64, "2": 64}
 
 
 def test_layer_budgets_within_one_standard_error_are_dropped():
     # Differences 0.3 and -0.2: mean 0.05, standard error 0.25.
     check = check_of((0.5, 0.5), (0.2, 0.7))
     assert not check.kept
-    assert forged(check).recipe.recall.layer_budgets == {}
+    assert forged(check).found.recipe.recall.layer_budgets == {}
     assert "were not kept" in verdict(forged(check), ABOUT)
 
 

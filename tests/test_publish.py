@@ -240,6 +240,7 @@ def test_the_cluster_size_changes_clusters_and_their_rows_only(tmp_path: Path) -
         "rows.parquet",
         "prototypes.parquet",
         "centroids.faiss",
+        "bases.parquet",  # the axes of the spread inside clusters
     }
 
 
