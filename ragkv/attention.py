@@ -7,14 +7,16 @@ ordinary calls as before. Nothing is patched and nothing happens at import.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ragkv.errors import ConfigError
+from ragkv.kv import fork_cache
 
 NAME = "ragkv"
 _TAG = "_ragkv_archived"
@@ -86,6 +88,26 @@ def tag(key: torch.Tensor, archived: ArchivedAttention) -> torch.Tensor:
     """Tie an archived layer to the key tensor that a cache layer returns to the model."""
     setattr(key, _TAG, archived)
     return key
+
+
+class TiedCache(DynamicCache):
+    """A view of a prefilled cache whose layers grow on their own, and whose keys carry what attends to them.
+
+    `ties` by layer index; other layers attend as usual.
+    """
+
+    def __init__(self, cache: DynamicCache, ties: Mapping[int, ArchivedAttention]) -> None:
+        super().__init__()
+        self.layers = fork_cache(cache).layers
+        self.layer_class_to_replicate = None
+        self._ties = ties
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        tie = self._ties.get(layer_idx)
+        return (keys if tie is None else tag(keys.view_as(keys), tie)), values
 
 
 def causal_mask(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

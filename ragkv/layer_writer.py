@@ -66,9 +66,11 @@ def write_layer(
     keys, values = layer.keys[:, span.head : span.tail], layer.values[:, span.head : span.tail]
     clusters = cluster_keys(keys, recipe, values=values, query_moment=query_moment)
     entry = dataclasses.replace(entry, clusters=tuple(clusters.n_clusters.tolist()))
-    residuals, key_mean, axes = _write_prototypes(folder, entry, keys, values, clusters, query_moment)
-    key_codec, value_codec = recipe.codecs(index)
     metric = None if query_moment is None else query_metric(query_moment)
+    residuals, key_mean, axes = _write_prototypes(
+        folder, entry, keys, values, clusters, query_moment=query_moment, metric=metric
+    )
+    key_codec, value_codec = recipe.codecs(index)
     key_basis, key_bits = _coded(keys, residuals, key_codec, metric=metric)
     value_mean = values.float().mean(dim=1, keepdim=True)
     value_basis, value_bits = _coded(values, values.float() - value_mean, value_codec)
@@ -88,7 +90,9 @@ def _write_prototypes(
     keys: torch.Tensor,
     values: torch.Tensor,
     clusters: Clusters,
+    *,
     query_moment: torch.Tensor | None,
+    metric: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Write centroids, sizes and spreads.
 
@@ -106,7 +110,7 @@ def _write_prototypes(
     centroids[used] = read_centroids(path, (int(used.sum()), keys.shape[2])).to(centroids.device)
     stored = rounded(centroids + key_mean.unsqueeze(1), keys.dtype)
     residuals = keys.float() - stored.gather(1, labels.unsqueeze(-1).expand_as(keys)).float()
-    axes, places = fit_axes(residuals, metric=None if query_moment is None else query_metric(query_moment))
+    axes, places = fit_axes(residuals, metric=metric)
     write_prototypes(
         folder / entry.prototypes_file,
         used,

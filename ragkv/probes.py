@@ -8,7 +8,6 @@ itself.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ragkv.architecture import model_shape
-from ragkv.attention import AttentionCall, dense_attention, tag
+from ragkv.attention import AttentionCall, TiedCache, dense_attention
 from ragkv.errors import ConfigError
 from ragkv.layout import PromptLayout, question_ids
 
@@ -60,7 +59,7 @@ def query_moments(model: PreTrainedModel, cache: DynamicCache, ids: Sequence[int
     model.get_decoder()(
         input_ids=torch.tensor([list(ids)], device=model.device),
         position_ids=torch.arange(start, end, device=model.device).unsqueeze(0),
-        cache=_MeteredCache(cache, meters),
+        cache=TiedCache(cache, meters),
         use_cache=True,
     )
     return {index: meter.moment() for index, meter in meters.items()}
@@ -86,20 +85,3 @@ class _QueryMeter:
         if self._moment is None:
             raise ConfigError("the model's attention is not ragkv's; load it with load_model or call attach(model)")
         return self._moment
-
-
-class _MeteredCache(DynamicCache):
-    """A view of a prefilled cache whose layers grow on their own, and whose keys carry the meters."""
-
-    def __init__(self, cache: DynamicCache, meters: dict[int, _QueryMeter]) -> None:
-        super().__init__()
-        self.layers = [copy.copy(layer) for layer in cache.layers]  # growing rebinds tensors, it never writes into them
-        self.layer_class_to_replicate = None
-        self._meters = meters
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        meter = self._meters.get(layer_idx)
-        return (keys if meter is None else tag(keys.view_as(keys), meter)), values

@@ -17,7 +17,6 @@ KV heads, whatever this module holds while it imitates one:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,7 +25,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ragkv.architecture import model_shape
-from ragkv.attention import ArchivedAttention, AttentionCall, is_attached, tag
+from ragkv.attention import AttentionCall, TiedCache, is_attached
 from ragkv.errors import ConfigError
 from ragkv.evaluation.peer_quantise import Codes, attend_quantised
 from ragkv.evaluation.peer_selection import (
@@ -224,26 +223,18 @@ def tokens_of_bytes(dense: DynamicCache, model: PreTrainedModel, n_bytes: int) -
     return n_bytes // per_token
 
 
-class _TiedView(DynamicCache):
-    """A view of a prefilled cache whose layers grow on their own, and whose keys carry what attends to them."""
-
-    def __init__(self, dense: DynamicCache, ties: Mapping[int, ArchivedAttention]) -> None:
-        super().__init__()
-        self.layers = [copy.copy(layer) for layer in dense.layers]  # growing rebinds tensors, it never writes into them
-        self.layer_class_to_replicate = None
-        self._ties = ties
+class _SingleCache(TiedCache):
+    """A tied cache of one sequence; a batch is refused."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if key_states.shape[0] != 1:
             raise ConfigError(f"a comparison policy answers one question at a time, not a batch of {len(key_states)}")
-        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        tie = self._ties.get(layer_idx)
-        return (keys if tie is None else tag(keys.view_as(keys), tie)), values
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
-class PeerCache(_TiedView):
+class PeerCache(_SingleCache):
     """The cache of one question under a comparison policy: pass it to the model with the question's position_ids.
 
     `dense` must be the cache that `prepared` was made from. It is neither changed nor copied; a cache serves one
@@ -325,7 +316,7 @@ def _evicted(
     model.get_decoder()(
         input_ids=torch.tensor([list(probes)], device=model.device),
         position_ids=torch.arange(span.end, end, device=model.device).unsqueeze(0),
-        cache=_TiedView(dense, watches),
+        cache=_SingleCache(dense, watches),
         use_cache=True,
     )
     return {index: FixedSelection.heaviest(watch.meter.mass, policy.budget) for index, watch in watches.items()}
