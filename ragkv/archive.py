@@ -6,19 +6,22 @@ import logging
 import threading
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 
-from ragkv.architecture import ModelShape, check_length, model_shape
-from ragkv.attention import is_attached
-from ragkv.errors import ArchiveCorruptError, ArchiveNotFoundError, ConfigError
-from ragkv.fingerprint import require_match
+from ragkv.architecture import check_length, model_shape
+from ragkv.errors import ArchiveCorruptError, ArchiveNotFoundError
+from ragkv.fingerprint import Fingerprint, require_match
+from ragkv.inputs import padded_inputs, question_inputs
 from ragkv.layers import ArchivedLayer, load_layer, whole_layer
-from ragkv.layout import question_ids
+from ragkv.layout import PromptLayout, document_sha256
 from ragkv.manifest import Manifest, read_manifest
 from ragkv.models import LoadedModel
+from ragkv.policy import RecallPolicy
 from ragkv.publish import hash_file
+from ragkv.rows import read_positions
 from ragkv.tables import TokenTable, read_tokens
 
 log = logging.getLogger(__name__)
@@ -36,13 +39,15 @@ class Archive:
         self.model = model
         self.layers = layers
         self._whole: dict[int, ArchivedLayer] = {}
+        self._positions: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
 
     @classmethod
-    def open(cls, path: str | Path, model: LoadedModel) -> Archive:
+    def open(cls, path: str | Path, model: LoadedModel, *, known: Fingerprint | None = None) -> Archive:
         """Open the archive in the folder `path` for `model`.
 
         Format version, checksums of all files and the model's fingerprint are checked first. Nothing is written.
+        `known` is a fingerprint of `model` that was worked out before; it spares hashing the weights again.
 
         Raises
         ------
@@ -56,7 +61,7 @@ class Archive:
         path = Path(path)
         manifest = read_manifest(path)
         check_files(path, manifest)
-        require_match(manifest.fingerprint, model.model, model.tokenizer)
+        require_match(manifest.fingerprint, model.model, model.tokenizer, known=known)
         check_length(model_shape(model.model.config), manifest.n_tokens + 1)
         stored = getattr(torch, manifest.fingerprint.dtype)
         if stored != model.model.dtype:
@@ -70,15 +75,55 @@ class Archive:
         """Prefix and document tokens: the position of the first question token."""
         return self.manifest.n_tokens
 
-    @cached_property
-    def shape(self) -> ModelShape:
-        """The cache of the model that the archive is opened for."""
-        return model_shape(self.model.model.config)
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens in front of the document."""
+        return self.manifest.prefix_tokens
+
+    @property
+    def layout(self) -> PromptLayout:
+        """Prompt around the document."""
+        return self.manifest.layout
+
+    @property
+    def name(self) -> str:
+        """Name of the document, or of the archive's folder."""
+        return self.manifest.document_name or self.path.name
+
+    @property
+    def recall(self) -> RecallPolicy:
+        """What is recalled unless a request says otherwise."""
+        return self.manifest.recipe.recall
+
+    @property
+    def text(self) -> str:
+        """The document, decoded from its tokens: what was archived, unless its tokenizer changes texts."""
+        return self._text_and_spans[0]
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Character offsets into `text` of each document token."""
+        return self._text_and_spans[1]
 
     @cached_property
-    def first_full_layer(self) -> int:
-        """Index of the first layer without a window, or 0 where every layer has one."""
-        return next((layer.index for layer in self.layers if layer.window is None), 0)
+    def _text_and_spans(self) -> tuple[str, list[tuple[int, int]]]:
+        ids, decode = self.tokens.ids[self.prefix_tokens :].tolist(), self.model.tokenizer.decode
+        text = str(decode(ids, clean_up_tokenization_spaces=False))
+        if document_sha256(text) == self.manifest.document_sha256:
+            start, end = (column[self.prefix_tokens :].tolist() for column in (self.tokens.start, self.tokens.end))
+            return text, list(zip(start, end, strict=True))
+        pieces = [str(decode([token], clean_up_tokenization_spaces=False)) for token in ids]
+        ends = list(accumulate(len(piece) for piece in pieces))
+        return "".join(pieces), list(zip([0, *ends], ends, strict=False))
+
+    def positions(self, index: int) -> torch.Tensor:
+        """Position of every archived row of layer `index`, in the order of its file: (n_kv_heads, n_tokens) int64."""
+        with self._lock:
+            if index not in self._positions:
+                entry = self.manifest.layers[index]
+                flat = read_positions(self.path / entry.rows_file)
+                self._positions[index] = flat.view(entry.n_kv_heads, -1)
+            return self._positions[index]
 
     def whole_layer(self, index: int) -> ArchivedLayer:
         """Layer `index` with every token decoded into memory: for layers that a policy keeps dense."""
@@ -126,36 +171,11 @@ class Archive:
         Returns ``input_ids``, ``attention_mask`` and ``position_ids``, each (n_questions, n_longest) int64; positions
         start where the document ends. Pass them with ``cache=ArchiveCache(archive)``.
         """
-        if not questions or isinstance(questions, str):
-            raise ConfigError("give a list with at least one question")
-        tokenizer = self.model.tokenizer
-        return self.pad([question_ids(tokenizer, self.manifest.layout, question) for question in questions])
+        return question_inputs(self.model, self.layout, questions, first_position=self.n_tokens)
 
     def pad(self, token_ids: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
         """As `questions`, from token ids that already follow the document."""
-        longest = max(len(ids) for ids in token_ids)
-        device = self.model.model.device
-        fill = self.model.tokenizer.pad_token_id
-        fill = self.model.tokenizer.eos_token_id if fill is None else fill
-        input_ids = torch.full((len(token_ids), longest), 0 if fill is None else fill, dtype=torch.int64)
-        mask = torch.zeros_like(input_ids)
-        for row, ids in enumerate(token_ids):
-            input_ids[row, longest - len(ids) :] = torch.tensor(ids)
-            mask[row, longest - len(ids) :] = 1
-        positions = self.n_tokens + (mask.cumsum(1) - 1).clamp_min(0)
-        return {
-            "input_ids": input_ids.to(device),
-            "attention_mask": mask.to(device),
-            "position_ids": positions.to(device),
-        }
-
-    def require_attached(self) -> None:
-        """Refuse to answer through a model whose attention would ignore the archive."""
-        if not is_attached(self.model.model):
-            raise ConfigError(
-                f"the model's attention is {self.model.model.config._attn_implementation!r}, which would ignore the "
-                "archive; call ragkv.attach(model) first"
-            )
+        return padded_inputs(self.model, token_ids, first_position=self.n_tokens)
 
 
 def check_files(path: Path, manifest: Manifest) -> None:

@@ -16,12 +16,12 @@ from transformers import Cache, DynamicCache
 
 from ragkv.archive import Archive
 from ragkv.bench_text import quotation_questions
-from ragkv.build import BuildResult, document_sha256, write_archive
+from ragkv.build import BuildResult, write_archive
 from ragkv.cache import ArchiveCache
 from ragkv.errors import ConfigError
 from ragkv.fidelity import Fidelity, measure_fidelity
 from ragkv.kv import fork_cache
-from ragkv.layout import PromptLayout, question_ids, tokenize_prompt
+from ragkv.layout import PromptLayout, document_sha256, question_ids, tokenize_prompt
 from ragkv.models import LoadedModel
 from ragkv.prefill import prefill_cache
 from ragkv.recipe import Recipe

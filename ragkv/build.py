@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +14,9 @@ from transformers import DynamicCache
 from ragkv import publish
 from ragkv.architecture import model_shape
 from ragkv.errors import ArchiveCorruptError, ArchiveFormatError, ArchiveNotFoundError, ModelMismatchError
-from ragkv.fingerprint import fingerprint, require_match
+from ragkv.fingerprint import Fingerprint, fingerprint, require_match
 from ragkv.layer_writer import document_span, write_layer
-from ragkv.layout import PromptLayout, PromptTokens, tokenize_prompt
+from ragkv.layout import PromptLayout, PromptTokens, document_sha256, tokenize_prompt
 from ragkv.manifest import Manifest, read_manifest
 from ragkv.models import LoadedModel
 from ragkv.prefill import captured_layers, check_document_length, prefill_cache
@@ -40,7 +39,6 @@ class BuildResult:
     build_s: float
 
 
-@torch.no_grad()
 def build_archive(
     model: LoadedModel,
     document: str,
@@ -76,10 +74,36 @@ def build_archive(
     NonFiniteError
         If the model computed a NaN or infinite key or value.
     """
-    publish.check_place(Path(path).resolve())
     recipe = recipe or Recipe()
     layout = layout or model.layout
-    tokens = tokenize_prompt(model.tokenizer, layout, document)
+    return build_from_tokens(
+        model,
+        tokenize_prompt(model.tokenizer, layout, document),
+        path,
+        document_sha256=document_sha256(document),
+        recipe=recipe,
+        layout=layout,
+        document_name=document_name,
+        on_progress=on_progress,
+    )
+
+
+@torch.no_grad()
+def build_from_tokens(
+    model: LoadedModel,
+    tokens: PromptTokens,
+    path: str | Path,
+    *,
+    document_sha256: str,
+    recipe: Recipe,
+    layout: PromptLayout,
+    document_name: str = "",
+    known: Fingerprint | None = None,
+    keep: Callable[[Path], bool] | None = None,
+    on_progress: Progress | None = None,
+) -> BuildResult:
+    """The part of `build_archive` after the tokenizer; `known` and `keep` as in `write_archive`."""
+    publish.check_place(Path(path).resolve())
     prompt_ids = (*tokens.prefix_ids, *tokens.document_ids)
     check_document_length(model.model, len(prompt_ids))
 
@@ -94,10 +118,12 @@ def build_archive(
         tokens,
         cache,
         path,
-        document_sha256=document_sha256(document),
+        document_sha256=document_sha256,
         recipe=recipe,
         layout=layout,
         document_name=document_name,
+        known=known,
+        keep=keep,
         on_progress=report("cluster"),
     )
     return dataclasses.replace(build, prefill_s=prefill_s)
@@ -114,18 +140,28 @@ def write_archive(
     recipe: Recipe,
     layout: PromptLayout,
     document_name: str = "",
+    known: Fingerprint | None = None,
+    keep: Callable[[Path], bool] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> BuildResult:
     """The part of `build_archive` after the prefill: cluster, encode and write what `cache` holds (it is not changed).
 
-    `on_progress` is called with (layers done, layers in all).
+    Parameters
+    ----------
+    known
+        A fingerprint of `model` that was worked out before; used if it is of the cache's dtype.
+    keep
+        Asked of an archive that stands at `path` when this one is done. Where it says true that one stays, this one is
+        dropped, and the result still describes this one.
+    on_progress
+        Called with (layers done, layers in all).
     """
     started = time.perf_counter()
     captured = captured_layers(cache)
     recipe.check_layers(len(captured))
     moments = query_moments(model.model, cache, probe_ids(model.tokenizer, layout, tokens.document_ids))
     span, shape = document_span(tokens, recipe), model_shape(model.model.config)
-    with publish.staging(Path(path)) as folder:
+    with publish.staging(Path(path), keep) as folder:
         (folder / "layers").mkdir()
         entries, asked = [], 0
         for index, layer in enumerate(captured):
@@ -141,7 +177,7 @@ def write_archive(
         manifest = Manifest(
             created_by=f"ragkv {__version__}",
             model_name=model.name,
-            fingerprint=fingerprint(model.model, model.tokenizer, captured[0].keys.dtype),
+            fingerprint=_fingerprint_in(model, captured[0].keys.dtype, known),
             layout=layout,
             prefix_seam_differs=tokens.prefix_seam_differs,
             question_seam_differs=tokens.question_seam_differs,
@@ -160,6 +196,12 @@ def write_archive(
     return BuildResult(path=Path(path), manifest=manifest, prefill_s=0.0, build_s=time.perf_counter() - started)
 
 
+def _fingerprint_in(model: LoadedModel, dtype: torch.dtype, known: Fingerprint | None) -> Fingerprint:
+    if known is not None and known.dtype == str(dtype).removeprefix("torch."):
+        return known
+    return fingerprint(model.model, model.tokenizer, dtype)
+
+
 def is_current(model: LoadedModel, document: str, path: str | Path, *, recipe: Recipe, layout: PromptLayout) -> bool:
     """Whether `path` holds an archive of this text, model, recipe and layout, so that building again is no use.
 
@@ -176,8 +218,3 @@ def is_current(model: LoadedModel, document: str, path: str | Path, *, recipe: R
         recipe,
         layout,
     )
-
-
-def document_sha256(document: str) -> str:
-    """SHA-256 of the document's UTF-8 bytes."""
-    return hashlib.sha256(document.encode("utf-8", "surrogatepass")).hexdigest()

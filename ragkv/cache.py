@@ -9,11 +9,10 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 from ragkv.architecture import check_length
-from ragkv.archive import Archive
 from ragkv.attention import AttentionCall, dense_attention, tag
+from ragkv.compose import Composition, Document
 from ragkv.errors import ConfigError, ModelMismatchError
 from ragkv.kv import kv_nbytes
-from ragkv.layers import ArchivedLayer
 from ragkv.policy import RecallPolicy
 from ragkv.recall import Observer, recall_attention
 
@@ -28,8 +27,8 @@ class ArchiveCache(Cache):
 
     Parameters
     ----------
-    archive
-        From `Archive.open`.
+    source
+        From `Archive.open`, or a `Composition` of several archives.
     policy
         What each answer token recalls per KV head; a question token recalls `QUESTION_SHARE` times as much. Defaults
         to the policy of the archive's recipe. Whole clusters, so slightly more may come.
@@ -47,21 +46,23 @@ class ArchiveCache(Cache):
 
     def __init__(
         self,
-        archive: Archive,
+        source: Document | Composition,
         *,
         policy: RecallPolicy | None = None,
         budget: int | None = None,
         observer: Observer | None = None,
     ) -> None:
-        policy = policy or archive.manifest.recipe.recall
+        composition = Composition.of(source)
+        policy = policy or composition.recall
         policy = policy if budget is None else policy.with_budget(budget)
-        policy.check_layers(len(archive.layers))
-        archive.require_attached()
-        self.archive = archive
+        n_layers = len(composition.shape.layers)
+        policy.check_layers(n_layers)
+        composition.require_attached()
+        self.composition = composition
         layers: list[ArchiveCacheLayer] = []
-        for layer in archive.layers:
+        for index in range(n_layers):
             before = layers[-1] if layers else None
-            layers.append(ArchiveCacheLayer(archive, layer, policy, observer, before=before))
+            layers.append(ArchiveCacheLayer(composition, index, policy, observer, before=before))
         super().__init__(layers=list(layers))
 
     @property
@@ -75,18 +76,18 @@ class ArchiveCacheLayer(DynamicLayer):
 
     def __init__(
         self,
-        archive: Archive,
-        layer: ArchivedLayer,
+        composition: Composition,
+        index: int,
         policy: RecallPolicy,
         observer: Observer | None,
         *,
         before: ArchiveCacheLayer | None,
     ) -> None:
         super().__init__()
-        self._archive, self._policy, self._observer = archive, policy, observer
-        self._layer = archive.whole_layer(layer.index) if layer.index in policy.dense_layers else layer
+        self._composition, self._policy, self._observer = composition, policy, observer
+        self._layer = composition.layer(index, whole=index in policy.dense_layers)
         self._before = before
-        self._checks_positions = layer.index == archive.first_full_layer  # its mask shows every local token
+        self._checks_positions = index == composition.first_full_layer  # its mask shows every local token
         self._attended = True
 
     def update(
@@ -100,7 +101,7 @@ class ArchiveCacheLayer(DynamicLayer):
             )
         self._attended = False
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        check_length(self._archive.shape, self._archive.n_tokens + keys.shape[-2])
+        check_length(self._composition.shape, self._composition.n_tokens + keys.shape[-2])
         return tag(keys.view_as(keys), self), values
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
@@ -118,7 +119,7 @@ class ArchiveCacheLayer(DynamicLayer):
 
     def _check_model(self, call: AttentionCall) -> None:
         """An archive is checked against the model it is opened for; another one, even of the same shape, is not it."""
-        if call.config is not self._archive.model.model.config.get_text_config(decoder=True):
+        if call.config is not self._composition.model.model.config.get_text_config(decoder=True):
             raise ModelMismatchError(
                 "the cache belongs to an archive that was opened for another model object; open the archive for the "
                 "model that generates"
@@ -130,7 +131,7 @@ class ArchiveCacheLayer(DynamicLayer):
             raise ConfigError(_NO_POSITIONS)
         n_local, window = call.key.shape[2], self._layer.window
         n_seen = call.positions.new_full((1, 1), n_local) if call.mask is None else call.mask[:, 0].sum(-1)
-        expected = self._archive.n_tokens + n_seen - 1  # (batch or 1, n_rows)
+        expected = self._composition.n_tokens + n_seen - 1  # (batch or 1, n_rows)
         right = (call.positions == expected) | (n_seen == 0)  # padding sees nothing
         if window is not None:
             right |= (n_seen == window) & (call.positions > expected)
@@ -144,7 +145,7 @@ class ArchiveCacheLayer(DynamicLayer):
 
     def _with_window(self, call: AttentionCall, window: int) -> AttentionCall:
         """Put the archived window in front of the local keys; a query token sees `window` tokens, itself included."""
-        layer, (batch, n_rows) = self._layer, (call.query.shape[0], call.query.shape[2])
+        layer, (batch, n_rows) = self._layer.parts[0].layer, (call.query.shape[0], call.query.shape[2])
         if call.positions is None:
             raise ConfigError(_NO_POSITIONS)
         positions = call.positions.expand(batch, -1).unsqueeze(-1)

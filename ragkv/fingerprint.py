@@ -76,20 +76,37 @@ def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtyp
     )
 
 
-def require_match(archived: Fingerprint, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def require_match(
+    archived: Fingerprint,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    known: Fingerprint | None = None,
+    what: str = "archive",
+) -> None:
     """Refuse a model or tokenizer other than the archived one, naming both sides.
+
+    Parameters
+    ----------
+    known
+        A fingerprint of this model that was worked out before. Where it is of the archive's dtype the weights need
+        not be hashed again, which takes seconds for a model of billions of weights.
+    what
+        What was built with the archived model, for the message.
 
     Raises
     ------
     ModelMismatchError
         If any field but the dtype differs.
     """
-    present = fingerprint(model, tokenizer, getattr(torch, archived.dtype))
+    present = known
+    if present is None or present.dtype != archived.dtype:
+        present = fingerprint(model, tokenizer, getattr(torch, archived.dtype))
     for name, ours in archived.to_dict().items():
         theirs = getattr(present, name)
         if ours != theirs:
             raise ModelMismatchError(
-                f"the archive was built with another model: its {name} is {_short(ours)} and the loaded model's is "
+                f"the {what} was built with another model: its {name} is {_short(ours)} and the loaded model's is "
                 f"{_short(theirs)}; load the model it was built with, or build it again"
             )
 
@@ -111,7 +128,7 @@ def weights_sha256(model: PreTrainedModel, dtype: torch.dtype) -> str:
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
     """SHA-256 of a tokenizer's vocabulary and of how it cuts two probe texts; padding and truncation do not count."""
-    return _json_sha256([sorted(tokenizer.get_vocab().items()), *(data_ids(tokenizer, probe) for probe in _PROBES)])
+    return json_sha256([sorted(tokenizer.get_vocab().items()), *(data_ids(tokenizer, probe) for probe in _PROBES)])
 
 
 def _config_sha256(model: PreTrainedModel) -> str:
@@ -119,10 +136,11 @@ def _config_sha256(model: PreTrainedModel) -> str:
     fields = {name: value for name in _CONFIG_FIELDS if (value := getattr(config, name, None)) is not None}
     if model_shape(config).static_positions is not None:  # a length-dependent RoPE also scales by the context length
         fields["max_position_embeddings"] = config.max_position_embeddings
-    return _json_sha256(fields)
+    return json_sha256(fields)
 
 
-def _json_sha256(value: object) -> str:
+def json_sha256(value: object) -> str:
+    """SHA-256 of canonical JSON: sorted keys, one space after comma and colon, nothing but ASCII."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 

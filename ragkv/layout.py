@@ -6,6 +6,7 @@ computed. Text that comes from a document or a question is data: a literal speci
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -162,6 +163,11 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str, *, split_special_tokens:
     with _ONE_CALL:
         encoded = tokenizer(text, add_special_tokens=False, split_special_tokens=split_special_tokens)
     return list(encoded["input_ids"])
+
+
+def document_sha256(document: str) -> str:
+    """SHA-256 of a document's UTF-8 bytes."""
+    return hashlib.sha256(document.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _require_text(name: str, text: str) -> None:

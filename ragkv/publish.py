@@ -8,7 +8,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -19,10 +19,11 @@ _BLOCK = 1 << 20
 
 
 @contextmanager
-def staging(path: Path) -> Iterator[Path]:
+def staging(path: Path, keep: Callable[[Path], bool] | None = None) -> Iterator[Path]:
     """Yield a temporary folder that becomes `path` when the block ends, and is removed if it raises.
 
-    An archive at `path` is replaced; any other file or folder there is left alone and refused.
+    An archive at `path` is replaced, unless `keep(path)` says that it stays: then the new one is dropped. `keep` is
+    called under the lock of `publishing_in`. Any other file or folder at `path` is left alone and refused.
     """
     path = path.resolve()  # a link to an archive stays, and what it points to is replaced
     check_place(path)
@@ -34,7 +35,7 @@ def staging(path: Path) -> Iterator[Path]:
     try:
         folder.chmod(0o755)
         yield folder
-        _replace(folder, path)
+        _replace(folder, path, keep)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -42,7 +43,7 @@ def staging(path: Path) -> Iterator[Path]:
 def check_place(path: Path) -> None:
     """Refuse a place where something other than an archive or an empty folder stands."""
     if path.exists():
-        with _publishing_in(path.parent):  # else a builder could swap archives between two of these looks
+        with publishing_in(path.parent):  # else a builder could swap archives between two of these looks
             _check_place(path)
 
 
@@ -52,7 +53,7 @@ def _check_place(path: Path) -> None:
 
 
 @contextmanager
-def _publishing_in(parent: Path) -> Iterator[None]:
+def publishing_in(parent: Path) -> Iterator[None]:
     """Hold the lock under which archives in the folder `parent` are put in place: one builder at a time.
 
     The lock is on the folder itself, so no file is left behind, and it ends with the process.
@@ -83,7 +84,7 @@ def seal(folder: Path, manifest: Manifest) -> Manifest:
         handle.flush()
         os.fsync(handle.fileno())
     for directory in (folder / "layers", folder):
-        _fsync_folder(directory)
+        fsync_folder(directory)
     return manifest
 
 
@@ -97,11 +98,13 @@ def hash_file(path: Path) -> FileEntry:
     return FileEntry(sha256=hasher.hexdigest(), bytes=n_bytes)
 
 
-def _replace(folder: Path, path: Path) -> None:
-    """Rename `folder` to `path`; a folder in the way is moved aside first and removed afterwards."""
+def _replace(folder: Path, path: Path, keep: Callable[[Path], bool] | None) -> None:
+    """Rename `folder` to `path`; a folder in the way is kept, or moved aside first and removed afterwards."""
     aside = folder.with_suffix(".old")
-    with _publishing_in(path.parent):
+    with publishing_in(path.parent):
         _check_place(path)  # again: the build took its time
+        if keep is not None and (path / MANIFEST_FILE).is_file() and keep(path):
+            return
         try:
             if path.exists():
                 path.rename(aside)
@@ -110,11 +113,12 @@ def _replace(folder: Path, path: Path) -> None:
             if aside.exists() and not path.exists():
                 aside.rename(path)
             raise ConfigError(f"cannot publish the archive at {str(path)!r}: {error.strerror}") from error
-        _fsync_folder(path.parent)
+        fsync_folder(path.parent)
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _fsync_folder(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
+    """Flush the names in a folder to the device."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -18,9 +18,11 @@ from typing import Protocol
 import torch
 
 from ragkv.attention import AttentionCall, cap
-from ragkv.layers import ArchivedLayer, RecallTables
+from ragkv.layers import RecallTables
 from ragkv.payload import Numbers, Payload
+from ragkv.placed import Part, PlacedLayer, Weighting
 from ragkv.policy import Limit
+from ragkv.row_view import RowView
 from ragkv.spread import logit_deviation
 
 _FEWEST, _TOKENS_OF_A_CLUSTER = 16, 4  # clusters looked at first: sorting all takes twice as long
@@ -61,30 +63,65 @@ class Recalled:
     cluster: torch.Tensor
 
 
+@dataclass(frozen=True)
+class PartShare:
+    """The attention that some rows gave to one document.
+
+    ``held`` (n_kv_heads, n_rows, group, n_held) are the weights of its prototypes and exact tokens, ``near``
+    (n_kv_heads, n_rows, group, width) those of the tokens recalled by ``choice``; both None where nothing was recalled.
+    """
+
+    part: Part
+    held: torch.Tensor
+    choice: Choice | None
+    near: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class BlockRecall:
+    """What one block of rows recalled of a layer: `choice` over the clusters of all documents, None without any."""
+
+    choice: Choice | None
+    shares: tuple[PartShare, ...]
+
+    @property
+    def unrecalled_mass(self) -> torch.Tensor:
+        """Share of the attention that went to prototypes: (n_kv_heads, n_rows)."""
+        estimated = [share.held[..., : share.part.n_clusters].sum(-1) for share in self.shares]
+        return torch.stack(estimated).sum(0).mean(2)
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes of keys and values that were fetched."""
+        return sum(
+            int(share.choice.tokens.sum()) * share.part.layer.recall.row_bytes
+            for share in self.shares
+            if share.choice is not None and share.part.layer.recall is not None
+        )
+
+
 class Observer(Protocol):
     """Receives what one block of rows recalled in one layer; None in its place costs nothing.
 
     `begins` is true for the first block of a call.
     """
 
-    def on_recall(
-        self, layer: ArchivedLayer, choice: Choice, unrecalled_mass: torch.Tensor, *, begins: bool
-    ) -> None: ...
+    def on_recall(self, layer: PlacedLayer, recall: BlockRecall, *, begins: bool) -> None: ...
 
 
 def recall_attention(
-    call: AttentionCall, layer: ArchivedLayer, limit: Limit, observer: Observer | None = None
+    call: AttentionCall, layer: PlacedLayer, limit: Limit, observer: Observer | None = None
 ) -> torch.Tensor:
-    """Attend to archive and local keys: (batch, n_query_heads, n_rows, value_dim) in the query's dtype.
+    """Attend to documents and local keys: (batch, n_query_heads, n_rows, value_dim) in the query's dtype.
 
-    `limit` says what each row recalls per KV head; the last cluster is recalled whole.
+    `limit` says what each row recalls per KV head, of all documents together; the last cluster is recalled whole.
     """
     batch, n_query_heads, n_rows, head_dim = call.query.shape
-    per_row = batch * n_query_heads * (layer.keys.shape[1] + call.key.shape[2])
-    if layer.recall is not None:
-        width = min(limit.tokens, limit.candidates(layer.recall.n_clusters) * layer.recall.largest)
-        width = min(width + layer.recall.largest, layer.recall.n_tokens)
-        per_row = max(per_row, batch * layer.keys.shape[0] * width * 2 * head_dim)
+    per_row = batch * n_query_heads * (layer.n_held + call.key.shape[2])
+    if layer.n_clusters:
+        width = min(limit.tokens, limit.candidates(layer.n_clusters) * layer.largest)
+        width = min(width + layer.largest, layer.n_archived)
+        per_row = max(per_row, batch * layer.n_kv_heads * width * 2 * head_dim)
     block = max(1, _BLOCK_FLOATS // max(1, per_row))
     if block >= n_rows:
         return _attend_rows(call, layer, limit, slice(0, n_rows), observer)
@@ -127,60 +164,170 @@ def _best(worth: torch.Tensor, sizes: torch.Tensor, n_best: int) -> tuple[torch.
     return clusters, sizes.unsqueeze(1).expand(-1, worth.shape[1], -1).gather(2, clusters)
 
 
-def gather_rows(table: RecallTables, choice: Choice) -> Recalled:
-    """Fetch the rows of the chosen clusters; every row of a query recalls at least one cluster."""
-    n_kv_heads, n_rows, _ = choice.clusters.shape
+def places(choice: Choice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which candidate each recalled token is of, and its place among its row's: (n_kv_heads, n_rows, width) int64.
+
+    Filled up with the last token of the row, so that what is read there are real numbers.
+    """
     slots = torch.arange(int(choice.tokens.max()), device=choice.ends.device)
-    tokens = choice.tokens.unsqueeze(-1)
-    wanted = torch.minimum(slots, tokens - 1)  # filled up with the last token, so that all bytes are real numbers
-    place = torch.searchsorted(choice.ends, wanted, right=True)
+    wanted = torch.minimum(slots, (choice.tokens - 1).clamp_min_(0).unsqueeze(-1))
+    return torch.searchsorted(choice.ends, wanted, right=True), wanted
+
+
+def gather_rows(table: RecallTables, choice: Choice) -> Recalled:
+    """Fetch the rows of the chosen clusters."""
+    n_kv_heads, n_rows, _ = choice.clusters.shape
+    place, wanted = places(choice)
     start = table.address.unsqueeze(1).expand(-1, n_rows, -1).gather(2, choice.clusters)
     start -= choice.begins * table.row_bytes
     byte = start.gather(2, place).add_(wanted, alpha=table.row_bytes).view(-1)
     n_starts = table.mapped.shape[0] - table.row_bytes + 1
     runs = table.mapped.as_strided((n_starts, table.row_bytes), (1, 1))  # a row may start at any byte of the file
-    raw = runs.index_select(0, byte.to(table.mapped.device)).to(slots.device)
+    raw = runs.index_select(0, byte.to(table.mapped.device)).to(wanted.device)
+    slots = torch.arange(wanted.shape[2], device=wanted.device)
     return Recalled(
         rows=raw.view(n_kv_heads, n_rows, slots.shape[0], -1),
-        real=slots < tokens,
+        real=slots < choice.tokens.unsqueeze(-1),
         cluster=choice.clusters.gather(2, place),
     )
 
 
+def _choice_of_part(choice: Choice, first: int, n_clusters: int) -> Choice | None:
+    """The part of a choice that falls on the clusters [first, first + n_clusters), numbered from 0; None without any.
+
+    Rows that recall nothing of them get one token of cluster 0 to read, which is not counted.
+    """
+    inside = choice.kept & (choice.clusters >= first) & (choice.clusters < first + n_clusters)
+    if not bool(inside.any()):
+        return None
+    ends = ((choice.ends - choice.begins) * inside).cumsum(-1)
+    tokens = ends[..., -1].clone()
+    begins = ends - (choice.ends - choice.begins) * inside
+    ends[..., -1].clamp_min_(1)
+    return Choice((choice.clusters - first) * inside, inside, begins, ends, tokens)
+
+
 def _attend_rows(
-    call: AttentionCall, layer: ArchivedLayer, limit: Limit, rows: slice, observer: Observer | None
+    call: AttentionCall, layer: PlacedLayer, limit: Limit, rows: slice, observer: Observer | None
 ) -> torch.Tensor:
     """Attention of some rows: (batch, n_query_heads, rows, value_dim)."""
-    view = _RowView(call, layer.keys.shape[0], rows)
-    n_held, n_local = layer.keys.shape[1], call.key.shape[2]
-    table, recalled = layer.recall, None
-    products = view.shared_products(layer.keys)
-    held = cap(products, call.softcap)
-    held = held if layer.bias is None else held + layer.bias[:, None, None]
-    parts = [held, view.local_logits()]
+    view = RowView(call, layer.n_kv_heads, rows)
+    documents = [_PartView(view.query, part) for part in layer.parts]
+    columns = [document.held_logits(call.softcap, layer.weighting) for document in documents]
+    columns.append(view.local_logits())
     if view.sinks is not None:
-        parts.append(view.sinks)
-    logits = torch.cat(parts, dim=-1)  # (n_kv_heads, n_rows, group, n_held + n_local (+ 1))
-    if table is not None:
-        mass = logits.softmax(-1)[..., : table.n_clusters]
-        worth = _worth(view.query, table, mass)
-        share = None if limit.mass is None else mass.mean(2)
-        choice = choose_clusters(worth, table.sizes, limit, mass=share, padded=table.padded)
-        recalled = gather_rows(table, choice)
-        near = cap(_near_products(view.query, table.payload, recalled, products), call.softcap)
-        near = near.masked_fill(~recalled.real.unsqueeze(2), -torch.inf)
-        hit = torch.zeros_like(worth, dtype=torch.bool).scatter_(2, choice.clusters, choice.kept)
-        logits[..., : table.n_clusters].masked_fill_(hit.unsqueeze(2), -torch.inf)
-        logits = torch.cat([logits, near], dim=-1)
+        columns.append(view.sinks)
+    logits = torch.cat(columns, dim=-1)  # (n_kv_heads, n_rows, group, n_held + n_local (+ 1))
+    choice = None
+    if layer.sizes is not None:
+        choice = _choose(documents, logits.softmax(-1), layer, limit)
+        near = _recall(documents, logits, choice, call.softcap)
+        logits = torch.cat([logits, *(each / layer.weighting.temperature for each in near)], dim=-1)
+    if layer.weighting.scale != 1:
+        logits = _rescaled(logits, layer, n_others=call.key.shape[2] + (view.sinks is not None))
     weights = logits.softmax(-1)
-    attended = view.shared_sum(weights[..., :n_held], layer.values)
-    attended += view.local_sum(weights[..., n_held : n_held + n_local])
-    if table is not None and recalled is not None:
-        attended += _near_sum(weights[..., -recalled.real.shape[2] :], table.payload, recalled)
-        if observer is not None:
-            estimated = weights[..., : table.n_clusters].sum(-1)
-            observer.on_recall(layer, choice, estimated.mean(2), begins=rows.start == 0)
+    attended = view.local_sum(weights[..., layer.n_held : layer.n_held + call.key.shape[2]])
+    shares = _shares(documents, weights)
+    for document, share in zip(documents, shares, strict=True):
+        attended += document.summed(share)
+    if observer is not None:
+        observer.on_recall(layer, BlockRecall(choice, shares), begins=rows.start == 0)
     return view.unpack(attended)
+
+
+class _PartView:
+    """One document as a block of rows sees it: `query` turned to where it stands, and what is recalled of it."""
+
+    def __init__(self, query: torch.Tensor, part: Part) -> None:
+        self.part = part
+        self.query = query if part.turn is None else query @ part.turn
+        flat = self.query.flatten(1, 2)
+        products = torch.bmm(flat, part.layer.keys.float().transpose(1, 2))
+        self.products = products.view(*query.shape[:3], -1)  # (n_kv_heads, n_rows, group, n_held)
+        self.choice: Choice | None = None
+        self.recalled: Recalled | None = None
+
+    def held_logits(self, softcap: float | None, weighting: Weighting) -> torch.Tensor:
+        """Logits of prototypes and exact tokens: (n_kv_heads, n_rows, group, n_held)."""
+        held = cap(self.products, softcap)
+        if weighting.temperature != 1:
+            held = torch.where(self.part.in_document(), held / weighting.temperature, held)
+        return held if self.part.bias is None else held + self.part.bias[:, None, None]
+
+    def recall(self, table: RecallTables, choice: Choice, softcap: float | None) -> torch.Tensor:
+        """Fetch what was chosen; its logits (n_kv_heads, n_rows, group, width), -inf at filling."""
+        self.choice, self.recalled = choice, gather_rows(table, choice)
+        near = cap(_near_products(self.query, table.payload, self.recalled, self.products), softcap)
+        return near.masked_fill(~self.recalled.real.unsqueeze(2), -torch.inf)
+
+    def summed(self, share: PartShare) -> torch.Tensor:
+        """Values summed with the weights of a share: (n_kv_heads, n_rows, group, value_dim)."""
+        layer = self.part.layer
+        total = torch.bmm(share.held.flatten(1, 2), layer.values.float()).view(*share.held.shape[:3], -1)
+        if share.near is not None and self.recalled is not None and layer.recall is not None:
+            total += _near_sum(share.near, layer.recall.payload, self.recalled)
+        return total
+
+
+def _choose(documents: list[_PartView], mass: torch.Tensor, layer: PlacedLayer, limit: Limit) -> Choice:
+    """Choose among the clusters of all documents, by the attention `mass` that falls on each column."""
+    worths, masses, column = [], [], 0
+    for document in documents:
+        table = document.part.layer.recall
+        if table is not None:
+            masses.append(mass[..., column : column + table.n_clusters])
+            worths.append(_worth(document.query, table, masses[-1]))
+        column += document.part.n_held
+    share = None if limit.mass is None else torch.cat(masses, dim=-1).mean(2)
+    sizes = layer.sizes if layer.sizes is not None else mass.new_zeros(0)
+    return choose_clusters(torch.cat(worths, dim=-1), sizes, limit, mass=share, padded=layer.padded)
+
+
+def _recall(
+    documents: list[_PartView], logits: torch.Tensor, choice: Choice, softcap: float | None
+) -> list[torch.Tensor]:
+    """Fetch the chosen clusters of every document and take their prototypes out of `logits`; logits of the tokens."""
+    n_clusters = sum(document.part.n_clusters for document in documents)
+    hit = torch.zeros(*choice.clusters.shape[:2], n_clusters, dtype=torch.bool, device=logits.device)
+    hit.scatter_(2, choice.clusters, choice.kept)
+    near, column, first = [], 0, 0
+    for document in documents:
+        table, own = document.part.layer.recall, choice
+        if table is not None:
+            chosen = own if table.n_clusters == n_clusters else _choice_of_part(choice, first, table.n_clusters)
+            if chosen is not None:
+                near.append(document.recall(table, chosen, softcap))
+                gone = hit[..., first : first + table.n_clusters].unsqueeze(2)
+                logits[..., column : column + table.n_clusters].masked_fill_(gone, -torch.inf)
+            first += table.n_clusters
+        column += document.part.n_held
+    return near
+
+
+def _shares(documents: list[_PartView], weights: torch.Tensor) -> tuple[PartShare, ...]:
+    """Cut weights over [held of each document, local keys, sinks, recalled of each document] up by document."""
+    shares, column = [], 0
+    widths = [0 if document.recalled is None else document.recalled.real.shape[2] for document in documents]
+    recalled = weights.shape[-1] - sum(widths)
+    for document, width in zip(documents, widths, strict=True):
+        held = weights[..., column : column + document.part.n_held]
+        near = weights[..., recalled : recalled + width] if width else None
+        shares.append(PartShare(document.part, held, document.choice, near))
+        column, recalled = column + document.part.n_held, recalled + width
+    return tuple(shares)
+
+
+def _rescaled(logits: torch.Tensor, layer: PlacedLayer, *, n_others: int) -> torch.Tensor:
+    """Logits with the mass of document tokens raised to the power of the layer's scale.
+
+    Columns are those held, `n_others` local keys and sinks, and the tokens recalled.
+    """
+    of_document = layer.in_document.new_ones(logits.shape[-1])
+    of_document[: layer.n_held] = layer.in_document
+    of_document[layer.n_held : layer.n_held + n_others] = False
+    total = logits.masked_fill(~of_document, -torch.inf).logsumexp(-1, keepdim=True)
+    shift = torch.where(total.isfinite(), total * (layer.weighting.scale - 1), 0)
+    return torch.where(of_document, logits + shift, logits)
 
 
 def _worth(query: torch.Tensor, table: RecallTables, mass: torch.Tensor) -> torch.Tensor:
@@ -222,53 +369,3 @@ def _near_sum(weights: torch.Tensor, payload: Payload, recalled: Recalled) -> to
 def _scaled(weights: torch.Tensor, numbers: Numbers) -> torch.Tensor:
     """(n_kv_heads, n_rows, group, width) times the scale of each token."""
     return weights if numbers.scale is None else weights * numbers.scale.unsqueeze(2)
-
-
-class _RowView:
-    """The query rows of one block, laid out so that the query heads of a group are rows of their KV head.
-
-    ``query`` (n_kv_heads, n_rows, group, head_dim) float32, scaled; rows count sequences first, then tokens.
-    """
-
-    def __init__(self, call: AttentionCall, n_kv_heads: int, rows: slice) -> None:
-        query = call.query[:, :, rows]
-        self.batch, n_query_heads, self.rows, dim = query.shape
-        self.heads, self.group = n_kv_heads, n_query_heads // n_kv_heads
-        grouped = query.reshape(self.batch, self.heads, self.group, self.rows, dim).permute(1, 0, 3, 2, 4)
-        self.query = grouped.float().mul(call.scaling).reshape(self.heads, -1, self.group, dim).contiguous()
-        self.sinks: torch.Tensor | None = None
-        if call.sinks is not None:
-            sinks = call.sinks.float().reshape(self.heads, 1, self.group, 1)
-            self.sinks = sinks.expand(-1, self.query.shape[1], -1, -1)
-        self._call, self._rows = call, rows
-
-    def shared_products(self, keys: torch.Tensor) -> torch.Tensor:
-        """Products with keys that all rows share (n_kv_heads, n, head_dim): (n_kv_heads, n_rows, group, n)."""
-        flat = self.query.view(self.heads, -1, self.query.shape[-1])
-        return torch.bmm(flat, keys.float().transpose(1, 2)).view(*self.query.shape[:3], -1)
-
-    def local_logits(self) -> torch.Tensor:
-        """Masked logits against the local keys of each sequence: (n_kv_heads, n_rows, group, n_local)."""
-        keys = self._call.key.float().transpose(2, 3)  # (batch, n_kv_heads, head_dim, n_local)
-        by_sequence = self.query.view(self.heads, self.batch, self.rows * self.group, -1).transpose(0, 1)
-        logits = cap(by_sequence @ keys, self._call.softcap)
-        if self._call.mask is not None:
-            mask = self._call.mask[:, :, self._rows]  # (batch or 1, 1, rows, n_local)
-            logits = logits.view(self.batch, self.heads, self.rows, self.group, -1)
-            logits = logits.masked_fill_(~mask.unsqueeze(3), -torch.inf)
-        return logits.transpose(0, 1).reshape(*self.query.shape[:3], -1)
-
-    def shared_sum(self, weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Weighted sum of values that all rows share: (n_kv_heads, n_rows, group, value_dim)."""
-        return torch.bmm(weights.flatten(1, 2), values.float()).view(*weights.shape[:3], -1)
-
-    def local_sum(self, weights: torch.Tensor) -> torch.Tensor:
-        """Weighted sum of each sequence's local values: (n_kv_heads, n_rows, group, value_dim)."""
-        by_sequence = weights.reshape(self.heads, self.batch, self.rows * self.group, -1).transpose(0, 1)
-        out = by_sequence @ self._call.value.float()  # (batch, n_kv_heads, rows * group, value_dim)
-        return out.transpose(0, 1).reshape(*weights.shape[:3], -1)
-
-    def unpack(self, attended: torch.Tensor) -> torch.Tensor:
-        """Back to the model's layout and dtype: (batch, n_query_heads, rows, value_dim)."""
-        grouped = attended.view(self.heads, self.batch, self.rows, self.group, -1).permute(1, 0, 3, 2, 4)
-        return grouped.reshape(self.batch, self.heads * self.group, self.rows, -1).to(self._call.query.dtype)

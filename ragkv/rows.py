@@ -101,6 +101,12 @@ def read_rows(path: Path) -> Rows:
     )
 
 
+def read_positions(path: Path) -> torch.Tensor:
+    """The position of every row of a row file, (n_rows,) int64; nothing else of it is read."""
+    column = pq.read_table(path, columns=["position"]).column("position")
+    return torch.from_numpy(column.to_numpy().astype(np.int64))
+
+
 def row_groups(path: Path, row_bytes: int) -> RowGroups:
     """Find the rows of a file from the Parquet footer.
 

@@ -15,9 +15,10 @@ import ragkv.cache
 import ragkv.recall
 from ragkv import Archive, ArchiveCache, LoadedModel, PromptLayout, Recipe, attach, build_archive
 from ragkv.attention import AttentionCall
-from ragkv.layers import ArchivedLayer, RecallTables
+from ragkv.layers import RecallTables
+from ragkv.placed import PlacedLayer
 from ragkv.policy import Limit, RecallPolicy
-from ragkv.recall import Choice, choose_clusters, gather_rows, recall_attention
+from ragkv.recall import BlockRecall, choose_clusters, gather_rows, recall_attention
 from ragkv.rows import read_rows
 from tests.archives import CODED, DOCUMENT, EVERYTHING, QUESTIONS, SMALL, archive_of
 from tests.decoding import Vector, decoded
@@ -29,7 +30,7 @@ class Recorded:
     """One call of recall attention that a model made, and what came back."""
 
     call: AttentionCall
-    layer: ArchivedLayer
+    layer: PlacedLayer
     limit: Limit
     output: torch.Tensor
 
@@ -38,7 +39,7 @@ def record(archive: Archive, policy: RecallPolicy | int, monkeypatch: pytest.Mon
     """Every call of one prefill of a left-padded batch and of one further token."""
     recorded: list[Recorded] = []
 
-    def spy(call: AttentionCall, layer: ArchivedLayer, limit: Limit, observer: None = None) -> torch.Tensor:
+    def spy(call: AttentionCall, layer: PlacedLayer, limit: Limit, observer: None = None) -> torch.Tensor:
         output = recall_attention(call, layer, limit, observer)
         recorded.append(Recorded(call, layer, limit, output))
         return output
@@ -244,7 +245,7 @@ class BlockCounter:
     def __init__(self) -> None:
         self.blocks = 0
 
-    def on_recall(self, layer: ArchivedLayer, choice: Choice, unrecalled_mass: torch.Tensor, *, begins: bool) -> None:
+    def on_recall(self, layer: PlacedLayer, recall: BlockRecall, *, begins: bool) -> None:
         assert begins == (self.blocks == 0)
         self.blocks += 1
 

@@ -33,8 +33,9 @@ from ragkv.groups import group_sums
 from ragkv.kv import fork_cache, layer_tensors
 from ragkv.layers import ArchivedLayer, decode_rows
 from ragkv.layout import question_ids
+from ragkv.placed import PlacedLayer
 from ragkv.policy import RecallPolicy
-from ragkv.recall import Choice
+from ragkv.recall import BlockRecall
 from ragkv.rows import read_rows
 
 _BLOCK_FLOATS = 1 << 23  # attention weights held at once; longer questions are compared in blocks of rows
@@ -324,13 +325,15 @@ class _Hits:
     def __init__(self) -> None:
         self._blocks: list[CallRecall] = []
 
-    def on_recall(self, layer: ArchivedLayer, choice: Choice, unrecalled_mass: torch.Tensor, *, begins: bool) -> None:
+    def on_recall(self, layer: PlacedLayer, recall: BlockRecall, *, begins: bool) -> None:
         if begins:
             self._blocks.clear()
-        n_clusters = 0 if layer.recall is None else layer.recall.n_clusters
-        hit = torch.zeros(*choice.tokens.shape, n_clusters + 1, dtype=torch.bool, device=choice.kept.device)
-        hit.scatter_(2, choice.clusters, choice.kept)[..., n_clusters] = True
-        self._blocks.append(CallRecall(hit, choice.tokens, unrecalled_mass))
+        choice = recall.choice
+        if choice is None:
+            return
+        hit = torch.zeros(*choice.tokens.shape, layer.n_clusters + 1, dtype=torch.bool, device=choice.kept.device)
+        hit.scatter_(2, choice.clusters, choice.kept)[..., layer.n_clusters] = True
+        self._blocks.append(CallRecall(hit, choice.tokens, recall.unrecalled_mass))
 
     def take(self, document: ProbedDocument, n_rows: int) -> CallRecall:
         """What the call just made recalled: everything where a layer chose nothing."""

@@ -11,12 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ragkv.build import document_sha256
 from ragkv.errors import ConfigError
 from ragkv.evaluation.compare import Outcome, Questions, ask_dense, compare, continue_text
 from ragkv.evaluation.layer_probe import LayerFidelity, probe_layers
 from ragkv.evaluation.subjects import DENSE, DenseSubject, Document, SubjectMaker, SubjectSpec
-from ragkv.layout import PromptLayout, PromptTokens, tokenize_prompt
+from ragkv.layout import PromptLayout, PromptTokens, document_sha256, tokenize_prompt
 from ragkv.models import LoadedModel
 from ragkv.prefill import prefill_cache
 from ragkv.timing import drain

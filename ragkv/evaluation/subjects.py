@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import torch
 from transformers import Cache, DynamicCache
 
 from ragkv.archive import Archive
@@ -18,12 +17,12 @@ from ragkv.errors import ConfigError
 from ragkv.evaluation.peers import PeerCache, PeerPolicy, PreparedPeer, prepare
 from ragkv.kv import fork_cache, kv_nbytes, layer_tensors
 from ragkv.layer_writer import document_span
-from ragkv.layers import ArchivedLayer
 from ragkv.layout import PromptLayout, PromptTokens
 from ragkv.models import LoadedModel
+from ragkv.placed import PlacedLayer
 from ragkv.policy import RecallPolicy
 from ragkv.probes import probe_ids
-from ragkv.recall import Choice
+from ragkv.recall import BlockRecall
 from ragkv.recipe import Recipe
 
 DENSE = "dense"
@@ -177,14 +176,14 @@ class _ReadMeter:
         self._asked: set[int] = set()
         self._first: int | None = None
 
-    def on_recall(self, layer: ArchivedLayer, choice: Choice, unrecalled_mass: torch.Tensor, *, begins: bool) -> None:
-        if not begins or layer.recall is None:
+    def on_recall(self, layer: PlacedLayer, recall: BlockRecall, *, begins: bool) -> None:
+        if not begins or recall.choice is None:
             return
         if layer.index not in self._asked:
             self._asked.add(layer.index)
             self._first = layer.index if self._first is None else self._first
             return
-        self._bytes += int(choice.tokens.sum()) * layer.recall.row_bytes
+        self._bytes += recall.fetched_bytes
         self._steps += layer.index == self._first
 
     @property
