@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 from ragkv.cli.app import app
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
-COMMANDS = ("ledger", "fit", "build", "ask", "inspect", "verify", "bench", "calibrate", "eval")
+COMMANDS = ("ledger", "fit", "build", "ask", "inspect", "verify", "bench", "calibrate", "eval", "catalog")
+CATALOG_COMMANDS = ("add", "list", "remove", "gc")
 _INTRODUCTION = """\
 # Command line
 
@@ -20,9 +21,10 @@ and nothing else there.
 
 
 def render() -> str:
-    """The page: the help of `ragkv` and of each command."""
+    """The page: the help of `ragkv`, of each command, and of the commands of a catalog."""
     parts = [_INTRODUCTION]
-    for command in ((), *((name,) for name in COMMANDS)):
+    pages = ((), *((name,) for name in COMMANDS), *(("catalog", name) for name in CATALOG_COMMANDS))
+    for command in pages:
         shown = CliRunner().invoke(app, [*command, "--help"], prog_name="ragkv", env={"COLUMNS": "100"})
         title = " ".join(("ragkv", *command))
         text = "\n".join(line.rstrip() for line in shown.stdout.strip().splitlines())

@@ -13,6 +13,7 @@ from ragkv.cli.ask import ask
 from ragkv.cli.bench import bench
 from ragkv.cli.build import build
 from ragkv.cli.calibrate import calibrate
+from ragkv.cli.catalog import catalog
 from ragkv.cli.eval import evaluate
 from ragkv.cli.fit import fit
 from ragkv.cli.inspect import inspect
@@ -37,6 +38,7 @@ app.command("build")(build)
 app.command("ask")(ask)
 app.command("inspect")(inspect)
 app.command("verify")(verify)
+app.add_typer(catalog, name="catalog")
 app.command("bench")(bench)
 app.command("calibrate")(calibrate)
 app.command("eval")(evaluate)

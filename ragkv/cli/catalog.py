@@ -1,0 +1,275 @@
+"""``ragkv catalog``: many archives in one folder, of one model and prompt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ragkv.cli.common import DeviceOption, DtypeOption, JsonOption, LayoutOption, choose_layout, load, progress
+from ragkv.cli.output import err, format_bytes, out, print_json
+from ragkv.errors import ConfigError, RagkvError
+from ragkv.recipe import Recipe
+
+if TYPE_CHECKING:
+    from ragkv.catalog import Catalog, CatalogEntry
+
+ID_SHOWN = 12
+"""Characters of an id in tables; the start of an id names a document as well as the whole."""
+
+Folder = Annotated[Path, typer.Argument(metavar="CATALOG", help="Folder of the catalog.", show_default=False)]
+
+catalog = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+
+@catalog.callback()
+def describe() -> None:
+    """Keep many archives in one folder, all of one model and one prompt, so that a question can use several at once.
+
+    Documents go in and out while others read: an archive appears whole, a removed one goes on answering whoever has it
+    open. The same text is archived once, whoever adds it.
+
+    \b
+    Examples:
+      ragkv catalog add library reports/*.txt --model demo
+      ragkv catalog list library
+    """
+
+
+@catalog.command()
+def add(
+    folder: Folder,
+    files: Annotated[list[Path], typer.Argument(help="UTF-8 text files, one document each.", show_default=False)],
+    *,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="'demo', a hub id, a local folder or a .gguf file. [default: the one the catalog was made with]"
+        ),
+    ] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(help="TOML file that says how a new catalog's archives are built.")
+    ] = None,
+    layout: LayoutOption = "auto",
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Remove other documents of the same name once the new one is in.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Add documents to a catalog; makes the catalog if there is none, which needs --model.
+
+    A text that is in the catalog already is left as it is, under the name it was first added by, so an interrupted run
+    can simply be repeated; one that was removed comes back without being built. Recipe and layout are the catalog's:
+    given again, they must be the same. A document that fails does not stop the others.
+
+    \b
+    Examples:
+      ragkv catalog add library reports/*.txt --model demo
+      ragkv catalog add library reports/march.txt --replace
+    """
+    from ragkv.bench_text import read_text
+
+    settings = Recipe.from_toml(recipe) if recipe else None
+    if replace and len({path.name for path in files}) < len(files):
+        raise ConfigError("two files have the same name, and with --replace the second would remove the first")
+    documents = [(path, read_text(path)) for path in files]  # before the model, so that a wrong name costs nothing
+    into = _open_to_add(folder, model, settings, layout=layout, dtype=dtype, device=device)
+    rows, faults = [], []
+    for path, text in documents:
+        try:
+            rows.append(_add_one(into, path, text, replace=replace))
+        except RagkvError as error:
+            faults.append({"file": str(path), "error": " ".join(str(error).split())})
+    if as_json:
+        print_json({"catalog": str(folder), "documents": rows, "failed": faults})
+    else:
+        for row in rows:
+            _show_added(row)
+    _end(faults, "file")
+
+
+@catalog.command("list")
+def list_documents(
+    folder: Folder,
+    match: Annotated[str, typer.Argument(help="Part of a name, or start of an id.", show_default=False)] = "",
+    *,
+    as_json: JsonOption = False,
+) -> None:
+    """List the documents of a catalog, by name. No model is loaded.
+
+    Checksums are not checked here; that is ragkv verify, on CATALOG/documents/ID.
+
+    \b
+    Examples:
+      ragkv catalog list library
+      ragkv catalog list library report --json
+    """
+    from ragkv.catalog import Catalog
+
+    found = Catalog.open(folder)
+    entries = found.entries(match)
+    totals = {"tokens": sum(entry.tokens for entry in entries), "bytes": sum(entry.bytes for entry in entries)}
+    if as_json:
+        rows = [{**_row(entry), "path": str(entry.path)} for entry in entries]
+        print_json({"catalog": str(folder), "model": found.model_name, "documents": rows, **totals})
+        return
+    if entries:
+        _show_table(entries)
+    out.print(
+        f"{len(entries):,} document{'' if len(entries) == 1 else 's'}, {totals['tokens']:,} tokens, "
+        f"{format_bytes(totals['bytes'])}",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+@catalog.command()
+def remove(
+    folder: Folder,
+    documents: Annotated[
+        list[str],
+        typer.Argument(metavar="DOCUMENT...", help="Names, ids, or starts of ids (6 characters).", show_default=False),
+    ],
+    *,
+    as_json: JsonOption = False,
+) -> None:
+    """Take documents out of a catalog. No model is loaded.
+
+    The files stay, so that whoever reads them is not disturbed, until ragkv catalog gc deletes them; up to then,
+    adding the same text brings the document back at once. A document that fails does not stop the others.
+
+    \b
+    Examples:
+      ragkv catalog remove library march.txt
+      ragkv catalog remove library 3fa9c1 77b0e2
+    """
+    from ragkv.catalog import Catalog
+    from ragkv.catalog_head import is_document_id
+
+    found = Catalog.open(folder)
+    rows, faults = [], []
+    for word in documents:
+        try:
+            # A whole id also names a document that is too damaged to be listed.
+            document_id = word if is_document_id(word) else found.entry(word).id
+            found.remove(document_id)
+            rows.append({"document": word, "id": document_id})
+        except RagkvError as error:
+            faults.append({"document": word, "error": " ".join(str(error).split())})
+    if as_json:
+        print_json({"catalog": str(folder), "removed": rows, "failed": faults})
+    else:
+        for row in rows:
+            out.print(f"{row['id'][:ID_SHOWN]}: removed", markup=False, soft_wrap=True)
+    _end(faults, "document")
+
+
+@catalog.command()
+def gc(
+    folder: Folder,
+    *,
+    grace: Annotated[float, typer.Option(help="Seconds since the removal, for readers that are just opening it.")] = (
+        3600.0
+    ),
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted, and delete nothing.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete the files of documents that were removed, and what builds that died left behind more than a day ago.
+
+    An archive that somebody has open goes on answering. No model is loaded.
+
+    \b
+    Examples:
+      ragkv catalog gc library --dry-run
+      ragkv catalog gc library --grace 60
+    """
+    from ragkv.catalog import Catalog
+
+    done = Catalog.open(folder).gc(grace, dry_run=dry_run)
+    if as_json:
+        print_json(
+            {
+                "catalog": str(folder),
+                "dry_run": dry_run,
+                "documents": list(done.documents),
+                "temporary": done.temporary,
+                "bytes": done.bytes,
+            }
+        )
+        return
+    for document_id in done.documents:
+        out.print(f"{document_id[:ID_SHOWN]}: {'would be ' if dry_run else ''}deleted", markup=False, soft_wrap=True)
+    out.print(
+        f"{len(done.documents):,} documents and {done.temporary:,} temporary folders, {format_bytes(done.bytes)} "
+        f"{'would be ' if dry_run else ''}freed",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _open_to_add(
+    folder: Path, model: str | None, recipe: Recipe | None, *, layout: str, dtype: str | None, device: str | None
+) -> Catalog:
+    """Open or make the catalog; what is not said is as in the catalog that is there."""
+    from ragkv.catalog import Catalog
+    from ragkv.catalog_head import has_head, read_head
+
+    if has_head(folder):
+        head = read_head(folder)
+        model, dtype = model or head.model_name, dtype or head.fingerprint.dtype
+    if model is None:
+        raise ConfigError(f"there is no catalog in {str(folder)!r} yet; give --model to make one")
+    loaded = load(model, dtype, device)
+    chosen = None if layout == "auto" else choose_layout(layout, loaded)
+    return Catalog.create(folder, loaded, layout=chosen, recipe=recipe)
+
+
+def _add_one(into: Catalog, path: Path, text: str, *, replace: bool) -> dict[str, Any]:
+    name = path.name.encode("utf-8", "replace").decode()  # a file name need not be UTF-8, the archive's name is
+    with progress(path.name) as report:
+        entry = into.add(text, name=name, on_progress=report)
+    replaced = [old.id for old in into.entries() if old.name == name and old.id != entry.id] if replace else []
+    for old in replaced:
+        into.remove(old)
+    return {"file": str(path), **_row(entry), "built": entry.built, "replaced": replaced}
+
+
+def _row(entry: CatalogEntry) -> dict[str, Any]:
+    return {"id": entry.id, "name": entry.name, "tokens": entry.tokens, "bytes": entry.bytes}
+
+
+def _show_added(row: dict[str, Any]) -> None:
+    state = "built" if row["built"] else "already there"
+    instead = f", instead of {', '.join(old[:ID_SHOWN] for old in row['replaced'])}" if row["replaced"] else ""
+    out.print(
+        f"{row['id'][:ID_SHOWN]}  {row['name']}: {row['tokens']:,} tokens, {format_bytes(row['bytes'])}, "
+        f"{state}{instead}",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _show_table(entries: list[CatalogEntry]) -> None:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("id", no_wrap=True)
+    table.add_column("name", overflow="fold")
+    table.add_column("tokens", justify="right", no_wrap=True)
+    table.add_column("size", justify="right", no_wrap=True)
+    for entry in entries:
+        table.add_row(entry.id[:ID_SHOWN], Text(entry.name), f"{entry.tokens:,}", format_bytes(entry.bytes))
+    out.print(table)
+
+
+def _end(faults: list[dict[str, str]], subject: str) -> None:
+    """Say what failed, on stderr, and end with exit code 2 if anything did."""
+    for fault in faults:
+        err.print(f"error: {fault[subject]}: {fault['error']}", markup=False, soft_wrap=True)
+    if faults:
+        raise typer.Exit(2)
