@@ -12,15 +12,17 @@ from typing import Any, cast
 import torch
 from transformers import Cache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
-from ragkv.archive import Archive
 from ragkv.cache import ArchiveCache
+from ragkv.compose import Composition, Document
 from ragkv.errors import ConfigError
+from ragkv.evidence import AttentionMass
+from ragkv.evidence_spans import DocumentEvidence
 from ragkv.kv import kv_nbytes
 from ragkv.layout import question_ids
 from ragkv.policy import RecallPolicy
 from ragkv.prefill import prefill_cache
-from ragkv.streamer import AnswerStreamer, StopAtText
-from ragkv.trace import RecallTrace
+from ragkv.streamer import AnswerStreamer, StopAnswer
+from ragkv.trace import LayerMeans, Observers, RecallTrace
 
 MODES = ("recall", "dense")
 
@@ -45,7 +47,8 @@ class Answer:
     ``prefilled_tokens`` are the tokens that went through the model before the first answer token, read off the
     cache; ``ttft_s`` and ``tpot_s`` are seconds to the first token and per further token (median; None when there was
     only one); ``recalled_tokens`` is the mean per KV head and step, ``unrecalled_mass`` the mean share of attention
-    that was estimated from prototypes; ``clusters`` counts those of the KV head that has most.
+    that was estimated from prototypes, and ``layers`` has both by layer; ``clusters`` counts those of the KV head that
+    has most. ``evidence`` has an entry for each document in order, if it was asked for.
     """
 
     text: str
@@ -59,15 +62,18 @@ class Answer:
     unrecalled_mass: float
     kv_bytes: KVBytes
     clusters: int
+    layers: tuple[LayerMeans, ...] = ()
+    evidence: tuple[DocumentEvidence, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values under the names that ``ragkv ask --json`` prints."""
         values = asdict(self)
+        values["evidence"] = [document.to_dict() for document in self.evidence]
         return {"answer": values.pop("text"), **values}
 
 
 def ask(
-    archive: Archive,
+    source: Document | Composition,
     question: str,
     *,
     policy: RecallPolicy | None = None,
@@ -76,14 +82,17 @@ def ask(
     max_new_tokens: int = 64,
     on_text: Callable[[str], None] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
+    evidence: bool = False,
+    should_stop: Callable[[], bool] | None = None,
 ) -> Answer:
-    """Answer `question` about the archived document, greedily.
+    """Answer `question` about one archived document, or several composed, greedily.
 
     What is recalled follows `policy`, by default that of the archive's recipe, with `budget` tokens where it is given.
 
-    ``mode="recall"`` prefills the question only. ``mode="dense"`` prefills the whole document again with the model's
-    own attention, for comparison; `on_progress` then receives (tokens done, tokens in all). `on_text` receives the
-    answer piece by piece.
+    ``mode="recall"`` prefills the question only. ``mode="dense"`` prefills the whole text again, of several documents
+    joined, with the model's own attention, for comparison; `on_progress` then receives (tokens done, tokens in all).
+    `on_text` receives the answer piece by piece. With `evidence` the answer says which passages it looked at, which
+    needs recall. `should_stop` is asked after every token: once it says yes, the answer ends there.
 
     Raises
     ------
@@ -91,32 +100,38 @@ def ask(
         If the question is empty, or an option is out of range.
     """
     check_options(budget=budget, mode=mode, max_new_tokens=max_new_tokens, question=question)
-    model, tokenizer, layout = archive.model.model, archive.model.tokenizer, archive.manifest.layout
-    inputs = archive.pad([question_ids(tokenizer, layout, question)])
+    if evidence and mode != "recall":
+        raise ConfigError(f"evidence is what recall looked at, and mode is {mode!r}; leave mode at 'recall'")
+    composition = Composition.of(source)
+    model, tokenizer, layout = composition.model.model, composition.model.tokenizer, composition.layout
+    inputs = composition.pad([question_ids(tokenizer, layout, question)])
     trace = RecallTrace(keep_steps=False)
+    mass = AttentionMass(composition) if evidence else None
     started = time.perf_counter()
     cache: Cache
     if mode == "recall":
-        cache = ArchiveCache(archive, policy=policy, budget=budget, observer=trace)
+        cache = ArchiveCache(composition, policy=policy, budget=budget, observer=Observers(trace, mass))
     else:
-        context = archive.tokens.ids
+        context = composition.token_ids
         cache = prefill_cache(model, context.tolist(), on_progress=on_progress)
         inputs = after_context(context, inputs)
     streamer = AnswerStreamer(tokenizer, cache, stop=layout.stop, on_text=on_text)
-    generate_greedy(model, inputs, cache, streamer=streamer, max_new_tokens=max_new_tokens)
+    generate_greedy(model, inputs, cache, streamer=streamer, max_new_tokens=max_new_tokens, should_stop=should_stop)
     gaps = [later - earlier for earlier, later in pairwise(streamer.times)]
     return Answer(
         text=streamer.text,
         token_ids=tuple(streamer.token_ids),
         mode=mode,
-        archive_tokens=archive.n_tokens,
+        archive_tokens=composition.n_context,
         prefilled_tokens=streamer.prefilled_tokens,
         ttft_s=streamer.times[0] - started,
         tpot_s=statistics.median(gaps) if gaps else None,
         recalled_tokens=trace.recalled_tokens,
         unrecalled_mass=trace.unrecalled_mass,
-        kv_bytes=_kv_bytes(archive, cache, trace),
-        clusters=max((count for layer in archive.manifest.layers for count in layer.clusters), default=0),
+        kv_bytes=_kv_bytes(composition, cache, trace),
+        layers=trace.layers,
+        evidence=() if mass is None else mass.evidence(),
+        clusters=max((composition.layer(layer.index).n_clusters for layer in composition.shape.layers), default=0),
     )
 
 
@@ -147,6 +162,7 @@ def generate_greedy(
     *,
     streamer: AnswerStreamer,
     max_new_tokens: int,
+    should_stop: Callable[[], bool] | None = None,
 ) -> None:
     """Stock ``generate`` for one question, greedy, whatever sampling defaults the checkpoint carries."""
     own = model.generation_config
@@ -163,16 +179,16 @@ def generate_greedy(
         cache=cache,
         generation_config=config,
         streamer=streamer,
-        stopping_criteria=StoppingCriteriaList([StopAtText(streamer)]),
+        stopping_criteria=StoppingCriteriaList([StopAnswer(streamer, should_stop)]),
     )
 
 
-def _kv_bytes(archive: Archive, cache: Cache, trace: RecallTrace) -> KVBytes:
+def _kv_bytes(composition: Composition, cache: Cache, trace: RecallTrace) -> KVBytes:
     if not isinstance(cache, ArchiveCache):
         held = kv_nbytes(cache)
-        return KVBytes(dense=held, resident=held, archive=archive.disk_bytes)
+        return KVBytes(dense=held, resident=held, archive=composition.disk_bytes)
     return KVBytes(
-        dense=archive.dense_bytes + cache.local_bytes,
-        resident=archive.resident_bytes + cache.local_bytes + trace.largest_fetch,
-        archive=archive.disk_bytes,
+        dense=composition.dense_bytes + cache.local_bytes,
+        resident=composition.resident_bytes + cache.local_bytes + trace.largest_fetch,
+        archive=composition.disk_bytes,
     )

@@ -68,11 +68,12 @@ class AnswerStreamer(BaseStreamer):
             self._shown = text
 
 
-class StopAtText(StoppingCriteria):
-    """Ends generation once the streamer saw a stop string after the answer began."""
+class StopAnswer(StoppingCriteria):
+    """Ends generation once the streamer saw a stop string after the answer began, or nobody wants the rest."""
 
-    def __init__(self, streamer: AnswerStreamer) -> None:
-        self._streamer = streamer
+    def __init__(self, streamer: AnswerStreamer, should_stop: Callable[[], bool] | None = None) -> None:
+        self._streamer, self._should_stop = streamer, should_stop
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: object) -> torch.Tensor:
-        return torch.full((input_ids.shape[0],), self._streamer.stopped, device=input_ids.device)
+        stop = self._streamer.stopped or (self._should_stop is not None and self._should_stop())
+        return torch.full((input_ids.shape[0],), stop, device=input_ids.device)

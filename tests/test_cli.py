@@ -20,7 +20,9 @@ ASK_KEYS = {
     "answer",
     "archive_tokens",
     "clusters",
+    "evidence",
     "kv_bytes",
+    "layers",
     "mode",
     "prefilled_tokens",
     "recalled_tokens",
@@ -138,6 +140,55 @@ def test_streamed_answer_is_the_whole_answer(archive: Path) -> None:
 
 
 @pytest.mark.timeout(300)
+def test_several_archives_are_asked_together(archive: Path, lossless: Path) -> None:
+    words = ("ask", "Who kept the book?", "--json", "--max-new-tokens", 4)
+    one = json.loads(run(*words, "--archive", archive)[1])
+    two = json.loads(run(*words, "--archive", archive, "--archive", lossless)[1])
+    prefix = Archive.open(
+        archive, load_model(json.loads(run("inspect", archive, "--json")[1])["model"]["name"])
+    ).prefix_tokens
+    assert two["archive_tokens"] == 2 * one["archive_tokens"] - prefix
+    assert two["prefilled_tokens"] == one["prefilled_tokens"]
+
+
+@pytest.mark.parametrize("option", [("--positions", "reused"), ("--temperature", 0.9, "--scale", 0.9)])
+def test_archives_are_put_together_as_the_options_say(
+    archive: Path, lossless: Path, option: tuple[object, ...]
+) -> None:
+    code, shown, _ = run("ask", "Who?", "--archive", archive, "--archive", lossless, *option, "--json")
+    assert code == 0
+    assert json.loads(shown)["mode"] == "recall"
+
+
+def test_a_report_is_a_page_with_question_answer_and_passages(archive: Path, tmp_path: Path) -> None:
+    page = tmp_path / "answer.html"
+    code, shown, _ = run("ask", "Who kept <the> book?", "--archive", archive, "--report", page)
+    assert code == 0
+    html = page.read_text(encoding="utf-8")
+    assert "Who kept &lt;the&gt; book?" in html
+    assert "harbour" in html
+    assert str(page) in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--mode", "dense", "--report", "page.html"), "--report shows what was recalled"),
+        (("--report", "."), "a folder"),
+        (("--recompute", -1), "--recompute is -1"),
+        (("--recompute", 500), "sink_tokens"),
+        (("--positions", "sideways"), "consecutive, reused"),
+        (("--scale", 0), "give a number above 0"),
+    ],
+)
+def test_options_that_cannot_be_used_are_one_sentence(
+    archive: Path, lossless: Path, options: tuple[object, ...], said: str
+) -> None:
+    code, _, fault = run("ask", "Who?", "--archive", archive, "--archive", lossless, *options)
+    assert code != 0
+    assert said in fault
+
+
 def test_bench_prints_the_promised_ratios(workplace: Path) -> None:
     (workplace / "questions.txt").write_text("Who kept the book?\nHow many cranes?\n", encoding="utf-8")
     code, shown, fault = run(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ragkv.cli.common import DeviceOption, DtypeOption, JsonOption, load, progress
+from ragkv.cli.compose_options import PositionsOption, RecomputeOption, ScaleOption, TemperatureOption, compose
 from ragkv.cli.output import format_bytes, out, print_json
 from ragkv.cli.recall_options import BudgetOption, MassOption, PilotOption, TopMOption, choose_policy
 from ragkv.errors import ConfigError
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 def ask(
     question: Annotated[str, typer.Argument(help="The question.")],
     *,
-    archive: Annotated[Path, typer.Option(help="Folder of the archive, as 'ragkv build' printed it.")],
+    archive: Annotated[
+        list[Path],
+        typer.Option(help="Folder of the archive, as 'ragkv build' printed it; repeat it to ask several at once."),
+    ],
     model: Annotated[
         str | None, typer.Option(help="The model it was built with. [default: the name it was built by]")
     ] = (None),
@@ -31,62 +35,112 @@ def ask(
     top_m: TopMOption = None,
     mass: MassOption = None,
     pilot_layer: PilotOption = None,
+    positions: PositionsOption = "consecutive",
+    temperature: TemperatureOption = 1.0,
+    scale: ScaleOption = 1.0,
+    recompute: RecomputeOption = 0,
     mode: Annotated[
-        str, typer.Option(help="recall: answer from the archive. dense: prefill the document again, to compare.")
+        str, typer.Option(help="recall: answer from the archive. dense: prefill the text again, to compare.")
     ] = "recall",
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 64,
     stream: Annotated[bool, typer.Option("--stream", help="Print the answer while it is generated.")] = False,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Write a page that shows where the answer looked: one HTML file, to be shown to others."),
+    ] = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Answer a question from an archive: only the question goes through the model.
+    """Answer a question from one archive, or several together: only the question goes through the model.
 
     \b
     Examples:
       ragkv ask "Who wrote the report?" --archive indexes/report
+      ragkv ask "Who wrote the report?" --archive indexes/report --report answer.html
+      ragkv ask "Which of them is newer?" --archive indexes/report --archive indexes/minutes
       ragkv ask "Who wrote the report?" --archive indexes/report --mode dense --json
       ragkv ask "Who wrote the report?" --archive indexes/report --pilot-layer 12
     """
     if as_json and stream:
         raise ConfigError("--json prints one object at the end; leave out --stream")
+    if report is not None and mode != "recall":
+        raise ConfigError(f"--report shows what was recalled, and --mode is {mode!r}; leave one of them out")
+    if report is not None and report.is_dir():
+        raise ConfigError(f"--report is {str(report)!r}, a folder; give the name of a file")
     from ragkv.answer import ask as answer_question
     from ragkv.answer import check_options
-    from ragkv.archive import Archive
     from ragkv.manifest import read_manifest
+    from ragkv.placed import Weighting
 
     check_options(budget=budget, mode=mode, max_new_tokens=max_new_tokens, question=question)
-    manifest = read_manifest(archive)
+    weighting = Weighting(temperature, scale)
+    manifests = [read_manifest(path) for path in archive]
     policy = choose_policy(
-        manifest.recipe.recall,
-        len(manifest.layers),
+        manifests[0].recipe.recall,
+        len(manifests[0].layers),
         recipe=recipe,
         budget=budget,
         top_m=top_m,
         mass=mass,
         pilot=pilot_layer,
     )
-    opened = Archive.open(archive, load(model or manifest.model_name, dtype, device))
+    loaded = load(model or manifests[0].model_name, dtype, device)
 
     def show(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
 
-    with progress() as report:
+    with progress() as bar:
+        composition = compose(archive, loaded, positions=positions, weighting=weighting, recompute=recompute, bar=bar)
         answer = answer_question(
-            opened,
+            composition,
             question,
             policy=policy,
             mode=mode,
             max_new_tokens=max_new_tokens,
             on_text=show if stream else None,
-            on_progress=(lambda done, total: report("dense prefill", done, total)) if mode == "dense" else None,
+            on_progress=(lambda done, total: bar("dense prefill", done, total)) if mode == "dense" else None,
+            evidence=report is not None,
         )
+    if report is not None:
+        write_report(report, question, answer, loaded.name)
     if as_json:
         print_json(answer.to_dict())
         return
     out.print("" if stream else answer.text, markup=False, soft_wrap=True)
     out.print(summary(answer), markup=False, style="dim", soft_wrap=True)
+    if report is not None:
+        out.print(f"where the answer looked: {report}", markup=False, style="dim", soft_wrap=True)
+
+
+def write_report(path: Path, question: str, answer: Answer, model: str) -> None:
+    """Write the page of an answer that carries evidence."""
+    from ragkv.answer_report import AnswerPage, render_answer
+    from ragkv.page import write_page
+    from ragkv.version import __version__
+
+    kv = answer.kv_bytes
+    figures = [
+        ("KV cache, dense", format_bytes(kv.dense)),
+        ("KV resident", format_bytes(kv.resident)),
+        ("KV on disk", format_bytes(kv.archive)),
+        ("Tokens in the archives", f"{answer.archive_tokens:,}"),
+        ("Tokens prefilled", f"{answer.prefilled_tokens:,} (question only)"),
+        ("First token after", f"{answer.ttft_s:.2f} s"),
+        ("Each further token", "none" if answer.tpot_s is None else f"{answer.tpot_s * 1e3:.0f} ms"),
+        ("Attention estimated", f"{answer.unrecalled_mass:.0%}"),
+    ]
+    page = AnswerPage(
+        question=question,
+        answer=answer.text,
+        model=model,
+        documents=answer.evidence,
+        figures=tuple(figures),
+        layers=answer.layers,
+        created_by=f"ragkv {__version__}",
+    )
+    write_page(render_answer(page), path)
 
 
 def summary(answer: Answer) -> str:

@@ -9,11 +9,12 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from xml.etree import ElementTree
 
 from ragkv.errors import ConfigError
+from ragkv.page import clean_line, render_page, write_page
+from ragkv.page import escape_line as _text
 
 Cell = str | int | float | bool | None
 
@@ -24,32 +25,14 @@ _DROPPED_TAGS = {"metadata", "style", "script", "title"}
 _LOCAL_REFERENCE = re.compile(r"(?<=url\(#)[^)]+")
 
 _STYLE = """
-:root { color-scheme: light dark; --page: #fff; --ink: #1f2430; --soft: #565d6d; --line: #d5d9e0; --mark: #e4effb;
-  --link: #0b5394; }
-@media (prefers-color-scheme: dark) { :root { --page: #14171d; --ink: #e6e8ec; --soft: #a9b0bd; --line: #3a404c;
-  --mark: #1d3350; --link: #8cc2ff; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1.25rem; max-width: 52rem; background: var(--page); color: var(--ink);
-  font: 1rem/1.55 system-ui, sans-serif; overflow-wrap: anywhere; }
-h1 { font-size: 1.7rem; line-height: 1.2; margin: 0.5rem 0; }
-h2 { font-size: 1.25rem; line-height: 1.3; margin: 2.25rem 0 0.5rem; }
-a { color: var(--link); }
-a:focus-visible, .box:focus-visible { outline: 3px solid var(--link); outline-offset: 2px; }
 .lead { font-size: 1.1rem; }
 nav ul { padding-left: 1.2rem; }
 figure { margin: 1.25rem 0; }
-figcaption, caption { color: var(--soft); font-size: 0.9rem; text-align: left; }
-caption { padding-bottom: 0.4rem; }
-figcaption { padding-top: 0.4rem; }
+figcaption { color: var(--soft); font-size: 0.9rem; padding-top: 0.4rem; }
 .box { overflow-x: auto; margin: 1rem 0; }
 figure .box { margin: 0; background: #fff; border: 1px solid var(--line); border-radius: 0.4rem; padding: 0.5rem; }
 figure svg { display: block; width: 100%; min-width: 25rem; height: auto; }
 figure svg * { stroke-linejoin: round; stroke-linecap: butt; }
-table { border-collapse: collapse; font-size: 0.92rem; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
-th, td { padding: 0.35rem 0.7rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
-thead th { border-bottom-width: 2px; }
-tbody th { font-weight: inherit; }
-.n { text-align: right; white-space: nowrap; }
 .mark { background: var(--mark); }
 .mark th, .mark td { font-weight: 700; }
 .tag { border: 1px solid currentColor; border-radius: 1rem; padding: 0 0.5rem; font-size: 0.8rem; white-space: nowrap; }
@@ -120,10 +103,7 @@ def write_report(report: Report, path: str | Path) -> None:
     ConfigError
         If the file cannot be written.
     """
-    try:
-        Path(path).write_text(render_report(report), encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise ConfigError(f"report {str(path)!r} cannot be written: {error.strerror}") from error
+    write_page(render_report(report), path)
 
 
 def render_report(report: Report) -> str:
@@ -132,17 +112,7 @@ def render_report(report: Report) -> str:
     links = [*names, *([("settings", "Settings and environment")] if report.settings else [])]
     contents = "\n".join(f'<li><a href="#{name}">{_text(heading)}</a></li>' for name, heading in links)
     sections = "\n".join(_section(name, section) for (name, _), section in zip(names, report.sections, strict=True))
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{_text(report.title)}</title>
-<style>{_STYLE}</style>
-</head>
-<body>
-<header>
+    body = f"""<header>
 <h1>{_text(report.title)}</h1>
 <p class="lead">{_text(report.lead)}</p>
 </header>
@@ -154,9 +124,8 @@ def render_report(report: Report) -> str:
 <main>
 {sections}
 </main>
-{_footer(report.settings)}</body>
-</html>
-"""
+{_footer(report.settings)}"""
+    return render_page(title=report.title, style=_STYLE, body=body)
 
 
 def format_column(values: Sequence[Cell]) -> list[str]:
@@ -251,7 +220,7 @@ def _inline_svg(picture: Picture, name: str) -> str:
                 parent.remove(child)
     for size in ("width", "height"):
         root.attrib.pop(size, None)
-    root.attrib.update({"role": "img", "aria-label": _clean(picture.description)})
+    root.attrib.update({"role": "img", "aria-label": clean_line(picture.description)})
     return ElementTree.tostring(root, encoding="unicode", short_empty_elements=False).strip()
 
 
@@ -274,12 +243,3 @@ def _footer(settings: Mapping[str, Cell]) -> str:
         f"<dt>{_text(key)}</dt><dd>{_text(format_column([value])[0])}</dd>" for key, value in settings.items()
     )
     return f'<footer>\n<h2 id="settings">Settings and environment</h2>\n<dl>\n{items}\n</dl>\n</footer>\n'
-
-
-def _text(text: str) -> str:
-    return escape(_clean(text))
-
-
-def _clean(text: str) -> str:
-    """Without control characters and half surrogates, which neither HTML nor SVG may hold: names of files can."""
-    return "".join(character if character.isprintable() else " " for character in text)

@@ -1,0 +1,280 @@
+"""From attention per token to passages that a person can read.
+
+Weights come per token and are spiky: a name, a full stop, the line break after it. A reader wants sentences. Nothing
+here knows of models: characters and numbers in, dataclasses out.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from typing import Any
+
+Span = tuple[int, int, float]
+
+# A unit longer than this many targets (a table, text without punctuation) is cut into pieces of about one target.
+_LONG = 2
+# A sentence at the edge of a passage stays only if it is at least this dense, next to the rest of the passage.
+_EDGE_DENSITY = 0.25
+# Lines at least this long that go on in lower case were wrapped by a text editor; shorter ones are lists and headings.
+_WRAPPED_LINE = 40
+
+# Also the ellipsis, the Arabic question mark, the full stop of Urdu and that of Devanagari.
+_STOPS = r".!?\u2026\u061f\u06d4\u0964"
+_WIDE_STOPS = r"\u3002\uff01\uff1f"
+_CLOSING = "\"'\u201d\u2019\u00bb"
+_WIDE_CLOSING = r"\u300d\u300f\u201d\u2019\uff09"
+# A full stop ends a sentence before white space, one of Chinese or Japanese anywhere; closing quotes belong to it.
+_BORDER = re.compile(rf"[{_STOPS}]+[{_CLOSING})\]]*(?=\s|\Z)|[{_WIDE_STOPS}]+[{_WIDE_CLOSING}]*|\n")
+# Capitals of names, titles and the like: their full stop ends nothing. Nor does that of a list item's number.
+_ABBREVIATION = re.compile(
+    r"(?:(?<![^\W_])[A-ZÀ-ÖØ-ÞΑ-ΩА-Я]|\b(?:Mr|Mrs|Ms|Dr|Prof|St|No|Fig|vs|cf|approx)|\b(?:e\.g|i\.e))\Z"
+)
+_LIST_NUMBER = re.compile(r"\s*\d{1,3}")
+# How far back an abbreviation, and how far back the beginning of a line, is looked for.
+_LOOK_BACK = 12
+_LOOK_BACK_LINE = 400
+_WORD_START = re.compile(r"\S")
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A readable stretch of a source document.
+
+    ``start`` and ``end`` are character offsets into the document's text; ``weight`` is the share (0..1) of all
+    recalled document attention of the answer that fell on it.
+    """
+
+    start: int
+    end: int
+    weight: float
+    text: str
+
+
+@dataclass(frozen=True)
+class DocumentEvidence:
+    """What an answer looked at in one document.
+
+    ``share`` is the part (0..1) of the attention on all documents that this one received, ``spans`` the (start, end,
+    weight) of its tokens in order, whose weights sum to ``share``; ``passages`` come best first.
+    """
+
+    name: str
+    text: str
+    share: float
+    spans: tuple[Span, ...]
+    passages: tuple[Passage, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Name, share and passages as plain values; not the text and its spans."""
+        return {"document": self.name, "share": self.share, "passages": [asdict(each) for each in self.passages]}
+
+
+def merge_passages(
+    text: str, spans: Sequence[Span], *, n_passages: int = 3, target_chars: int = 240
+) -> tuple[Passage, ...]:
+    """Choose the passages of `text` that received most attention: whole sentences, apart from each other, best first.
+
+    The rule: among all runs of neighbouring sentences that fit into `target_chars`, take the one with the most weight,
+    drop sentences at its edges that carry little of it, and go on with what is left. A sentence longer than the target
+    counts as the weight of `target_chars` of it, so that length alone wins nothing. Tokens without a letter or digit
+    do not count in the choice, because punctuation and line breaks collect attention without meaning
+    ("attention sinks", Xiao et al. 2023), unless nothing else has weight; the weight of a passage counts every token.
+
+    Parameters
+    ----------
+    spans
+        (start, end, weight) of tokens in order of ``start``; there may be gaps and tokens of one character.
+        A token across a border counts for the sentence it begins in.
+
+    Returns
+    -------
+    Passages by weight, heaviest first, ties by position; none where no weight is. Their weights sum to at most that of
+    `spans`.
+    """
+    if n_passages < 1 or target_chars < 1 or not spans:
+        return ()
+    units = list(_units(text, spans, target_chars))
+    if not units:
+        return ()
+    meaningful = [weight if _has_word(text[start:end]) else 0.0 for start, end, weight in spans]
+    if not any(weight > 0 for weight in meaningful):
+        meaningful = [weight for _, _, weight in spans]
+    places = _places(text, spans)
+    scored = _Scored(
+        units,
+        [bisect_left(places, start) for start, _ in units],
+        [bisect_left(places, end) for _, end in units],
+        _running(meaningful),
+        target_chars,
+    )
+    total = _running([weight for _, _, weight in spans])
+    found = []
+    for first, last in scored.best_runs(n_passages):
+        start, end = units[first][0], units[last][1]
+        weight = total[scored.after_span[last]] - total[scored.first_span[first]]
+        found.append(Passage(start, end, max(weight, 0.0), text[start:end]))
+    return tuple(sorted(found, key=lambda passage: (-passage.weight, passage.start)))
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """Units (stretches of text) and the running sums that score any run of them in constant time.
+
+    Tokens ``first_span[i]`` up to, not including, ``after_span[i]`` begin in unit i; ``running`` has the summed weights
+    of the tokens before each.
+    """
+
+    units: list[tuple[int, int]]
+    first_span: list[int]
+    after_span: list[int]
+    running: list[float]
+    target: int
+
+    def mass(self, first: int, last: int) -> float:
+        return self.running[self.after_span[last]] - self.running[self.first_span[first]]
+
+    def length(self, first: int, last: int) -> int:
+        return self.units[last][1] - self.units[first][0]
+
+    def density(self, first: int, last: int) -> float:
+        return self.mass(first, last) / self.length(first, last)
+
+    def best_runs(self, n_runs: int) -> Iterator[tuple[int, int]]:
+        """The runs chosen, as first and last unit; each round takes the best of what earlier rounds left free."""
+        free = [True] * len(self.units)
+        for _ in range(n_runs):
+            best, best_score = None, 0.0
+            for first, last in self._runs(free):
+                score = self.mass(first, last) * min(1.0, self.target / self.length(first, last))
+                if score > best_score * (1 + 1e-9):  # else a rounding error would decide a tie, not the position
+                    best, best_score = (first, last), score
+            if best is None:
+                return
+            first, last = self._trim(*best)
+            free[first : last + 1] = [False] * (last + 1 - first)
+            yield first, last
+
+    def _runs(self, free: list[bool]) -> Iterator[tuple[int, int]]:
+        """For each free unit the longest run from there that fits; a unit too long by itself is a run."""
+        last = 0
+        for first, is_free in enumerate(free):
+            last = max(last, first)
+            if is_free:
+                while last + 1 < len(free) and free[last + 1] and self.length(first, last + 1) <= self.target:
+                    last += 1
+                yield first, last
+
+    def _trim(self, first: int, last: int) -> tuple[int, int]:
+        while first < last and self.density(first, first) < _EDGE_DENSITY * self.density(first + 1, last):
+            first += 1
+        while first < last and self.density(last, last) < _EDGE_DENSITY * self.density(first, last - 1):
+            last -= 1
+        return first, last
+
+
+def _units(text: str, spans: Sequence[Span], target: int) -> Iterator[tuple[int, int]]:
+    """Sentences without the white space around them, the long ones in pieces."""
+    begin = 0
+    starts = [span[0] for span in spans]
+    for end in _borders(text):
+        word = _WORD_START.search(text, begin, end)
+        begin, last = end, end
+        if word is None:
+            continue
+        start = word.start()
+        while text[last - 1].isspace():
+            last -= 1
+        if last - start > _LONG * target:
+            yield from _pieces(text, start, last, starts, target)
+        else:
+            yield start, last
+
+
+def _borders(text: str) -> Iterator[int]:
+    """Where sentences end, the end of the text included."""
+    for match in _BORDER.finditer(text):
+        if not _is_inside_a_sentence(text, match):
+            yield match.end()
+    yield len(text)
+
+
+def _is_inside_a_sentence(text: str, match: re.Match[str]) -> bool:
+    place, mark = match.start(), match[0]
+    limit = max(place - _LOOK_BACK_LINE, 0)
+    line_start = max(text.rfind("\n", limit, place) + 1, limit)
+    following = text[match.end() : match.end() + _LOOK_BACK].lstrip(" \t\r")[:1]
+    if mark == "\n":
+        line = text[line_start:place].rstrip()
+        return len(line) >= _WRAPPED_LINE and following.islower() and not _BORDER.search(line, len(line) - 1)
+    if mark == ".":
+        before = text[max(line_start, place - _LOOK_BACK) : place]
+        return bool(_ABBREVIATION.search(before) or _LIST_NUMBER.fullmatch(text, line_start, place))
+    # A question in quotes, after which the sentence goes on.
+    return mark[-1] in _CLOSING and following.islower()
+
+
+def _pieces(text: str, start: int, end: int, borders: list[int], target: int) -> Iterator[tuple[int, int]]:
+    """Cut at line breaks, else at white space, else between tokens; anywhere only if there is nothing else."""
+    while end - start > target * 5 // 4:
+        cut = _cut(text, start, end, borders, target)
+        last = cut
+        while last > start and text[last - 1].isspace():
+            last -= 1
+        if last > start:
+            yield start, last
+        start = cut
+        while start < end and text[start].isspace():
+            start += 1
+    if end > start:
+        yield start, end
+
+
+def _cut(text: str, start: int, end: int, borders: list[int], target: int) -> int:
+    least, most = start + target // 2 + 1, start + target
+    line = text.rfind("\n", least, most)
+    if line >= 0:
+        return line
+    for place in range(most, least - 1, -1):
+        if text[place].isspace():
+            return place
+    for place in (*range(least - 1, start, -1), *range(most + 1, min(start + _LONG * target, end))):
+        if text[place].isspace():
+            return place
+    index = bisect_right(borders, most) - 1
+    if index >= 0 and borders[index] > start:
+        return borders[index]
+    index += 1
+    return borders[index] if index < len(borders) and borders[index] < min(start + _LONG * target, end) else most
+
+
+def _places(text: str, spans: Sequence[Span]) -> list[int]:
+    """Where each token's first character that is no white space stands, never going back.
+
+    Tokens often begin with the space before their word; that space belongs to no sentence.
+    """
+    words = (_WORD_START.search(text, start, end) for start, end, _ in spans)
+    return list(accumulate((word.start() if word else span[0] for word, span in zip(words, spans, strict=True)), max))
+
+
+def _running(weights: Sequence[float]) -> list[float]:
+    return list(accumulate(weights, initial=0.0))
+
+
+def _has_word(text: str) -> bool:
+    return any(character.isalnum() for character in text)
+
+
+def spans_within(spans: Sequence[Span], start: int, end: int) -> list[Span]:
+    """The tokens of `spans`, sorted, that reach into [start, end)."""
+    low = bisect_left(spans, start, key=_start)
+    while low > 0 and spans[low - 1][1] > start:
+        low -= 1
+    return [span for span in spans[low : bisect_left(spans, end, key=_start)] if span[1] > start]
+
+
+def _start(span: Span) -> int:
+    return span[0]
