@@ -144,16 +144,17 @@ class Archive:
         The rows are mapped from disk and not counted; what a step recalls from them is counted per request.
         """
         held: list[torch.Tensor | None] = []
+        n_bytes = 0
         for layer in self.layers:
             held += [layer.keys, layer.values, layer.bias, layer.exact_positions]
             if layer.recall is not None:
                 table = layer.recall
                 held += [table.sizes, table.priority, table.address, table.axes, table.axis_variances]
-                for basis in (layer.recall.payload.key_basis, layer.recall.payload.value_basis):
-                    held += [] if basis is None else [basis.rows, basis.mean]
+                bases = (table.payload.key_basis, table.payload.value_basis)
+                n_bytes += sum(basis.resident_bytes for basis in bases if basis is not None)
         for index, whole in tuple(self._whole.items()):
             held += [whole.keys, whole.values] if whole is not self.layers[index] else []
-        return sum(tensor.nbytes for tensor in held if tensor is not None)
+        return n_bytes + sum(tensor.nbytes for tensor in held if tensor is not None)
 
     @cached_property
     def disk_bytes(self) -> int:

@@ -65,23 +65,23 @@ class Widths:
 class Basis:
     """The transform of one tensor of one layer.
 
-    A residual is the product of its coefficients with ``rows`` (n_kv_heads, n_kept, dim) float32, whose lengths hold
-    the step of the quantiser; the numbers are exact in bfloat16, as they are stored. ``mean`` (n_kv_heads, dim) float32
-    is what residuals of values are taken from; zero for keys, whose centroid plays that part.
+    A residual is the product of its coefficients with ``rows`` (n_kv_heads, n_kept, dim), whose lengths hold the step
+    of the quantiser; the numbers are exact in bfloat16, as they are stored, and held so when read back. ``mean``
+    (n_kv_heads, dim) float32 is what residuals of values are taken from; zero for keys, whose centroid plays that part.
     """
 
     widths: Widths
     rows: torch.Tensor
     mean: torch.Tensor
 
-    @cached_property
+    @property
     def byte_rows(self) -> torch.Tensor:
         """What `read_bytes` numbers are multiplied with instead of levels: (n_kv_heads, n_kept, dim) float32.
 
         A byte is lo + 16 hi, or c0 + 4 c1 + 16 c2 + 64 c3; its low bits are lo, or c0, c0 + 4 c1, ... So the levels
         are differences of numbers that take one operation each, and the differences are taken of the rows, once.
         """
-        eight, four, two = self.rows.split([self.widths.eight, self.widths.four, self.widths.two], dim=1)
+        eight, four, two = self.rows.float().split([self.widths.eight, self.widths.four, self.widths.two], dim=1)
         low, high = four[:, 0::2], four[:, 1::2] / 16
         parts = [two[:, place::4] / 4**place for place in range(4)]
         steps = [here - after for here, after in pairwise(parts)]
@@ -118,6 +118,11 @@ class Basis:
     def scales(self) -> torch.Tensor:
         """The scale that each byte stands for: (256,) float32."""
         return scale_of(torch.arange(256, dtype=torch.uint8, device=self.rows.device))
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes held by a basis that is recalled with: its numbers, and `logit_rows` or `sum_rows` in float32."""
+        return self.rows.nbytes + 4 * self.rows.numel() + 2 * self.mean.nbytes
 
     def to(self, device: torch.device) -> Basis:
         return Basis(widths=self.widths, rows=self.rows.to(device), mean=self.mean.to(device))

@@ -160,7 +160,7 @@ def read_payload(folder: Path, entry: LayerEntry, dtype: torch.dtype) -> Payload
 
 def _read_basis(table: pa.Table, tensor: str, widths: Widths, n_heads: int, dim: int) -> Basis:
     raw = read_binary(table.column(f"{tensor}_rows"))
-    rows = from_bits(raw, torch.bfloat16).float().reshape(n_heads, widths.n_kept, dim)
+    rows = from_bits(raw, torch.bfloat16).reshape(n_heads, widths.n_kept, dim)
     mean = torch.zeros(n_heads, dim)
     if tensor == "value":
         mean = from_bits(read_binary(table.column("value_mean")), torch.float32).reshape(n_heads, dim)

@@ -332,7 +332,7 @@ def _lopsided(
     levels, scale = coefficients(raw, basis)
     scale = scale.unsqueeze(-1)
     edge, count = basis.widths.per_coefficient(127.5, 7.5, 1.5), counted.clamp_min(1).unsqueeze(-1)
-    reach = allowed.norm(dim=-1, keepdim=True) / basis.rows.norm(dim=-1).unsqueeze(1)  # (n_kv_heads, ., n_kept)
+    reach = allowed.norm(dim=-1, keepdim=True) / basis.rows.float().norm(dim=-1).unsqueeze(1)  # (n_kv_heads, ., n_kept)
     wrong = torch.zeros_like(counted, dtype=torch.bool)
     for side in (-1, 1):
         inward = levels * side
