@@ -1,7 +1,8 @@
 """Which tokens of its documents an answer looked at: the attention that recall gave them, added up over the answer.
 
 Weights of recalled and exact tokens are counted as they are; what was estimated from a prototype is spread evenly over
-the tokens of its cluster.
+the tokens of its cluster. The second half of the layers is counted: the first looks at word forms and neighbours, and
+finds the answer's passage less often (docs/evaluation.md).
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class AttentionMass:
     def evidence(self) -> tuple[DocumentEvidence, ...]:
         """What each document received, in order, and its best passages."""
         prefix = self._composition.prefix_tokens
-        found = [self.by_layer(place)[:, prefix:].sum(0) for place in range(len(self._documents))]
+        half = len(self._composition.shape.layers) // 2
+        found = [self.by_layer(place)[half:, prefix:].sum(0) for place in range(len(self._documents))]
         total = float(sum(weights.sum() for weights in found)) or 1.0
         return tuple(
             _evidence(document, (weights / total).tolist())
