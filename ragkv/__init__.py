@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from ragkv.attention import attach
     from ragkv.build import BuildResult, build_archive
     from ragkv.cache import ArchiveCache
+    from ragkv.catalog import Catalog
+    from ragkv.compose import Composition
     from ragkv.errors import RagkvError
     from ragkv.layout import PromptLayout
     from ragkv.models import LoadedModel, load_model
@@ -27,6 +29,8 @@ _HOMES = {
     "Archive": "archive",
     "ArchiveCache": "cache",
     "BuildResult": "build",
+    "Catalog": "catalog",
+    "Composition": "compose",
     "LoadedModel": "models",
     "PromptLayout": "layout",
     "RagkvError": "errors",
@@ -43,6 +47,8 @@ __all__ = [
     "Archive",
     "ArchiveCache",
     "BuildResult",
+    "Catalog",
+    "Composition",
     "LoadedModel",
     "PromptLayout",
     "RagkvError",

@@ -150,6 +150,13 @@ class Composition:
         return torch.cat([self.documents[0].tokens.ids[:p], *(each.tokens.ids[p:] for each in self.documents)])
 
     @property
+    def recomputed_tokens(self) -> tuple[int, ...]:
+        """How many first tokens of each document were computed again."""
+        count = 0 if self.recomputed is None else self.recomputed.count
+        lengths = [document.n_tokens - self.prefix_tokens for document in self.documents]
+        return (0, *(min(count, length) for length in lengths[1:]))
+
+    @property
     def recall(self) -> RecallPolicy:
         """What is recalled unless a request says otherwise: the first document's policy."""
         return self.documents[0].recall

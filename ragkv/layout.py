@@ -112,7 +112,7 @@ def tokenize_prompt(tokenizer: PreTrainedTokenizerBase, layout: PromptLayout, do
     head, tail = document[:_SEAM_CHARS], document[-_SEAM_CHARS:]
     after = layout.question.partition(QUESTION_SLOT)[0][:_SEAM_CHARS]
     return PromptTokens(
-        prefix_ids=tuple(_prefix_ids(tokenizer, layout.prefix)),
+        prefix_ids=tuple(prefix_ids(tokenizer, layout.prefix)),
         document_ids=tuple(encoded["input_ids"]),
         offsets=tuple((int(start), int(end)) for start, end in encoded["offset_mapping"]),
         prefix_seam_differs=_seam_differs(tokenizer, layout.prefix, head),
@@ -138,7 +138,8 @@ def question_ids(tokenizer: PreTrainedTokenizerBase, layout: PromptLayout, quest
     return ids + _template_ids(tokenizer, after[end:])
 
 
-def _prefix_ids(tokenizer: PreTrainedTokenizerBase, prefix: str) -> list[int]:
+def prefix_ids(tokenizer: PreTrainedTokenizerBase, prefix: str) -> list[int]:
+    """Token ids of what a prompt begins with: special tokens are parsed, one BOS if the tokenizer has one."""
     ids = _template_ids(tokenizer, prefix)
     bos = tokenizer.bos_token_id
     with _ONE_CALL:
