@@ -1,0 +1,170 @@
+"""Measure composition: how far composed archives are from a joint prefill of the same documents.
+
+Documents are paragraphs of articles (DIR/xquad.en.json, or any file in SQuAD format under that name). For each number
+of documents, questions are asked whose answer stands in one of them, at a place by chance. The reference, joint, reads
+all documents and the question in one piece with the model's own attention. Every variant is forced through the
+reference's answer (KL divergence in nats, top-1 agreement) and gives its own (F1, exact match). All variants have the
+same archives, which are built once and kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from ragkv.cli.app import EXIT_ERROR, EXIT_INTERRUPTED
+from ragkv.cli.common import load, progress
+from ragkv.cli.output import out, print_note
+from ragkv.errors import ConfigError, RagkvError
+from ragkv.evaluation.composition_rows import RECOMPUTE, VARIANTS, VariantSummary, summarise_compositions
+from ragkv.evaluation.compositions import CompositionOptions, measure_compositions
+from ragkv.evaluation.metrics import MeanScore
+from ragkv.evaluation.run import ResultsFolder
+from ragkv.recipe import Recipe
+
+HEADINGS = ("docs", "variant", "KL", "top-1", "F1", "- recall", "EM", "prefill", "TTFT s")
+EXPLAINED = "\n".join(
+    (
+        "variants:",
+        *(f"  {name:<12} {words}" for name, words in VARIANTS.items()),
+        f"  {RECOMPUTE + 'K':<12} as recall, the first K tokens of each later document computed again",
+        "",
+        "cost: a default run on the demo model reads about 130,000 tokens densely (the pool once, and a joint prefill",
+        "for every two questions of a size; 12 minutes at 180 tokens a second) and answers 504 times. A stopped run",
+        "goes on: give the same command again. More variants, sizes or questions may be asked for in the same folder;",
+        "only what is missing is measured.",
+        "",
+        "files in --out: results.jsonl (a line for each size, question and variant), settings.json, header.json",
+        "(versions, threads, model, seed) and archives (a catalog; delete it when done).",
+        "",
+        "examples:",
+        "  python -m pipelines.composition --model demo --data data --out results",
+        "  python -m pipelines.composition --model demo --data data --out quick --documents 2 --questions 4 --pool 4",
+        "  python -m pipelines.composition --model demo --data data --out results --variants recall recompute-16",
+        "  python -m pipelines.composition --model demo --data data --out k --recompute 4 16 64 --markdown table.md",
+    )
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print a table; an error becomes one line on stderr and exit code 2, an interrupt exit code 130."""
+    given = _parser().parse_args(arguments)
+    try:
+        _run(given)
+    except RagkvError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on with what is missing", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def _run(given: argparse.Namespace) -> None:
+    if not given.data.is_dir():
+        raise ConfigError(f"the data folder {str(given.data)!r} does not exist")
+    options = CompositionOptions(
+        data=given.data,
+        sizes=tuple(given.documents),
+        questions=given.questions,
+        pool=given.pool,
+        paragraphs=given.paragraphs,
+        variants=tuple(given.variants),
+        recompute=tuple(given.recompute),
+        temperature=given.temperature,
+        scale=given.scale,
+        max_new_tokens=given.max_new_tokens,
+        recipe=Recipe() if given.recipe is None else Recipe.from_toml(given.recipe),
+        seed=given.seed,
+    )
+    settings = options.settings(model=given.model, dtype=given.dtype)
+    ResultsFolder.check(given.out, settings)
+    model = load(given.model, given.dtype, given.device)
+    with progress() as report:
+        rows = measure_compositions(model, options, given.out, settings=settings, on_progress=report)
+    summaries = summarise_compositions(rows)
+    title = f"{given.model}, {options.questions} questions a size; ± standard error"
+    out.print(_table(title, [row_of(summary) for summary in summaries]))
+    if given.markdown is not None:
+        _write(given.markdown, markdown(summaries))
+    print_note(f"the rows are in {str(given.out)!r}")
+
+
+def row_of(summary: VariantSummary, *, errors: bool = False) -> list[str]:
+    """The cells of one variant under `HEADINGS`; without `errors` only what comparisons rest on has one."""
+    return [
+        str(summary.size),
+        summary.variant,
+        _mean(summary.kl),
+        _mean(summary.top1, error=errors),
+        _mean(summary.f1, error=errors),
+        "" if summary.f1_over_recall is None else _mean(summary.f1_over_recall, sign="+"),
+        _mean(summary.em, error=errors),
+        f"{summary.prefilled_tokens:,.0f}",
+        "" if summary.ttft_s is None else f"{summary.ttft_s:.2f}",
+    ]
+
+
+def markdown(summaries: Sequence[VariantSummary]) -> str:
+    """A table for the documentation, with all standard errors."""
+    ruler = [":--" if heading == "variant" else "--:" for heading in HEADINGS]
+    rows = (HEADINGS, ruler, *(row_of(summary, errors=True) for summary in summaries))
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _mean(score: MeanScore, *, error: bool = True, sign: str = "") -> str:
+    value = f"{score.value:{sign}.3f}"
+    return f"{value}±{score.standard_error:.3f}" if error and score.standard_error is not None else value
+
+
+def _table(title: str, cells: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading == "variant" else "right", no_wrap=True)
+    for row in cells:
+        table.add_row(*row)
+    return table
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror}") from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m pipelines.composition",
+        description=__doc__,
+        epilog=EXPLAINED,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="'demo', a hub id, a local folder or a .gguf file")
+    add("--data", type=Path, required=True, metavar="DIR", help="folder with xquad.en.json")
+    add("--out", type=Path, required=True, metavar="DIR", help="folder for results; a stopped run goes on there")
+    add("--documents", type=int, nargs="+", default=[2, 4, 8], metavar="N", help="numbers of documents (2 4 8)")
+    add("--questions", type=int, default=24, metavar="N", help="questions for each number of documents (24)")
+    add("--pool", type=int, default=16, metavar="N", help="documents that all questions share (16)")
+    add("--paragraphs", type=int, default=4, metavar="N", help="paragraphs of a document, about 175 tokens each (4)")
+    add("--variants", nargs="+", default=[], metavar="NAME", help="variants to measure, see below (all)")
+    add("--recompute", type=int, nargs="*", default=[16], metavar="K", help="numbers of tokens computed again (16)")
+    add("--temperature", type=float, default=0.9, help="of weighted: divides logits of document tokens (0.9)")
+    add("--scale", type=float, default=0.9, help="of weighted: power of the documents' mass (0.9)")
+    add("--max-new-tokens", type=int, default=16, metavar="N", help="longest answer (16)")
+    add("--recipe", type=Path, metavar="FILE", help="TOML recipe of the archives (the default one)")
+    add("--seed", type=int, default=0, help="chooses documents, questions, orders and places (0)")
+    add("--dtype", help="bf16, fp16 or fp32 (the checkpoint's own)")
+    add("--device", help="cpu, cuda, cuda:1 ... (cuda if there is one)")
+    add("--markdown", type=Path, metavar="FILE", help="also write the table as markdown")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

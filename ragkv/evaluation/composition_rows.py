@@ -1,0 +1,146 @@
+"""Rows that say what one variant of a composition made of one question, kept as JSON lines, and their summary."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from ragkv.compose import REUSED
+from ragkv.errors import ConfigError
+from ragkv.evaluation.metrics import MeanScore, mean_score
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+R = TypeVar("R", bound="DataclassInstance")
+
+JOINT, ALL, RECALL, WEIGHTED, ALONE = "joint", "all", "recall", "weighted", "alone"
+VARIANTS = {
+    JOINT: "all documents read in one piece with the question: the reference",
+    ALL: "composed, every token attended: what composing alone costs, codes included",
+    RECALL: "composed, recall by the recipe: the default",
+    REUSED: "as recall, all documents at the same positions",
+    WEIGHTED: "as recall, attention to documents weighted by temperature and scale",
+    ALONE: "only the document that holds the answer: the bound of a perfect retriever",
+}
+RECOMPUTE = "recompute-"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant on one question behind `size` documents; `document` is the one that holds the answer.
+
+    ``kl`` (nats) and ``top1`` are means over the ``n_positions`` of the reference's answer; ``f1`` and ``em`` are of
+    the variant's own greedy ``answer``. ``prefilled_tokens`` went through the model before the first answer token, in
+    ``ttft_s`` seconds with the archives open; ``context_tokens`` are prefix and documents.
+    """
+
+    size: int
+    question: str
+    document: str
+    variant: str
+    kl: float
+    top1: float
+    n_positions: int
+    f1: float
+    em: float
+    answer: str
+    prefilled_tokens: int
+    context_tokens: int
+    ttft_s: float
+
+    @property
+    def key(self) -> tuple[int, str, str]:
+        return self.size, self.question, self.variant
+
+
+class JsonLines(Generic[R]):
+    """Rows of one dataclass as JSON lines; a last line that was cut short by a crash does not count."""
+
+    def __init__(self, path: Path, row: type[R]) -> None:
+        self.path, self._row = path, row
+
+    def read(self) -> list[R]:
+        """All whole rows.
+
+        Raises
+        ------
+        ConfigError
+            If a whole line is not what `add` wrote.
+        """
+        try:
+            return [self._row(**json.loads(line)) for line in self._whole_lines()]
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{str(self.path)!r} is damaged; delete it to measure again") from error
+
+    def add(self, row: R) -> None:
+        """Append one line, whole."""
+        whole = b"".join(self._whole_lines())
+        if self.path.exists() and self.path.stat().st_size > len(whole):
+            self.path.write_bytes(whole)
+        with self.path.open("a", encoding="utf-8") as handle:
+            handle.write(json.dumps(asdict(row)) + "\n")
+            handle.flush()
+
+    def _whole_lines(self) -> list[bytes]:
+        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+        return [line for line in lines if line.endswith(b"\n")]
+
+
+class RowFile(JsonLines[Row]):
+    """The rows of one run."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, Row)
+
+
+@dataclass(frozen=True)
+class VariantSummary:
+    """Means over the questions of one size, each counting once; errors take those of one document as one cluster.
+
+    ``f1_over_recall`` is F1 minus that of `RECALL`, paired by question; None for that variant itself or without it.
+    ``ttft_s`` is a median, None for `ALL`, which holds its documents decoded between questions.
+    """
+
+    size: int
+    variant: str
+    kl: MeanScore
+    top1: MeanScore
+    f1: MeanScore
+    em: MeanScore
+    f1_over_recall: MeanScore | None
+    prefilled_tokens: float
+    context_tokens: float
+    ttft_s: float | None
+
+
+def summarise_compositions(rows: Sequence[Row]) -> tuple[VariantSummary, ...]:
+    """A summary for each size and variant, in the order in which they first come."""
+    known = {row.key: row for row in rows}
+    groups: dict[tuple[int, str], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row.size):
+        groups.setdefault((row.size, row.variant), []).append(row)
+    return tuple(_summary(own, known) for own in groups.values())
+
+
+def _summary(own: Sequence[Row], known: Mapping[tuple[int, str, str], Row]) -> VariantSummary:
+    size, variant = own[0].size, own[0].variant
+    documents = [row.document for row in own]
+    pairs = [(row, known.get((size, row.question, RECALL))) for row in own if variant != RECALL]
+    off = [(row.f1 - other.f1, row.document) for row, other in pairs if other is not None]
+    return VariantSummary(
+        size=size,
+        variant=variant,
+        kl=mean_score([row.kl for row in own], documents),
+        top1=mean_score([row.top1 for row in own], documents),
+        f1=mean_score([row.f1 for row in own], documents),
+        em=mean_score([row.em for row in own], documents),
+        f1_over_recall=mean_score(*zip(*off, strict=True)) if off else None,
+        prefilled_tokens=fmean(row.prefilled_tokens for row in own),
+        context_tokens=fmean(row.context_tokens for row in own),
+        ttft_s=None if variant == ALL else median(row.ttft_s for row in own),
+    )

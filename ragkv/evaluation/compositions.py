@@ -1,0 +1,339 @@
+"""How far composed archives are from a joint prefill of the same documents, and what each repair brings.
+
+The reference of a question is the model's own attention over prefix, documents in order and question, read in one
+piece. Every variant is forced through the reference's greedy answer (KL and agreement) and gives its own (F1 and exact
+match). What is measured is kept line by line, so that a stopped run goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from transformers import Cache
+
+from ragkv.architecture import model_shape
+from ragkv.archive import Archive
+from ragkv.bench import environment
+from ragkv.bench_text import read_text
+from ragkv.build import document_sha256
+from ragkv.cache import ArchiveCache
+from ragkv.catalog import Catalog
+from ragkv.compose import REUSED, Composition
+from ragkv.errors import ConfigError
+from ragkv.evaluation.composition_cases import FILE, Case, PoolDocument, draw_cases, read_pool
+from ragkv.evaluation.composition_rows import ALL, ALONE, JOINT, RECOMPUTE, VARIANTS, WEIGHTED, Row, RowFile
+from ragkv.evaluation.metrics import METRICS
+from ragkv.evaluation.plan import context_limit
+from ragkv.evaluation.run import RESULTS_FILE, ResultsFolder
+from ragkv.fidelity import Decoded, agreement, decode_answer, kl_divergence
+from ragkv.kv import fork_cache
+from ragkv.layout import question_ids, tokenize_prompt
+from ragkv.models import LoadedModel
+from ragkv.placed import Weighting
+from ragkv.policy import RecallPolicy, check_whole
+from ragkv.prefill import prefill_cache
+from ragkv.recipe import Recipe
+from ragkv.repair import recompute
+from ragkv.timing import drain
+from ragkv.version import __version__
+
+HEADER_FILE, ARCHIVES = "header.json", "archives"
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class CompositionOptions:
+    """What is measured.
+
+    `sizes` are numbers of documents; `questions` are asked for each. `variants` are of `VARIANTS`, or
+    ``recompute-K`` with K of `recompute`; empty means all. The reference is always measured.
+
+    Raises
+    ------
+    ConfigError
+        If a name is unknown or given twice, or a number is out of range.
+    """
+
+    data: Path
+    sizes: tuple[int, ...] = (2, 4, 8)
+    questions: int = 24
+    pool: int = 16
+    paragraphs: int = 4
+    variants: tuple[str, ...] = ()
+    recompute: tuple[int, ...] = (16,)
+    temperature: float = 0.9
+    scale: float = 0.9
+    max_new_tokens: int = 16
+    recipe: Recipe = field(default_factory=Recipe)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("questions", "pool", "paragraphs", "max_new_tokens"):
+            check_whole(name.replace("_", "-"), getattr(self, name), 1)
+        check_whole("seed", self.seed, 0)
+        for count in self.recompute:
+            check_whole("recompute", count, 1)
+        for size in self.sizes:
+            if not 2 <= size <= self.pool:
+                raise ConfigError(f"documents is {size}; give numbers from 2 to the size of the pool, {self.pool}")
+        for name in ("temperature", "scale"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name} is {getattr(self, name)}; give a number above 0")
+        for name in self.variants:
+            if name not in self.known_variants:
+                raise ConfigError(f"there is no variant {name!r}; take of {', '.join(self.known_variants)}")
+        for what, given in (("documents", self.sizes), ("recompute", self.recompute), ("variants", self.variants)):
+            if len(set(given)) < len(given):
+                raise ConfigError(f"{what} has something twice: {', '.join(map(str, given))}")
+        if not self.sizes:
+            raise ConfigError("documents is empty; give at least one number of documents")
+
+    @property
+    def known_variants(self) -> tuple[str, ...]:
+        return (*VARIANTS, *(f"{RECOMPUTE}{count}" for count in self.recompute))
+
+    @property
+    def chosen_variants(self) -> tuple[str, ...]:
+        """The reference first, then the others in their usual order."""
+        chosen = {JOINT, *(self.variants or self.known_variants)}
+        return tuple(name for name in self.known_variants if name in chosen)
+
+    def settings(self, *, model: str, dtype: str | None) -> dict[str, Any]:
+        """What a row depends on besides its size, question and variant, of which a later run may ask for more."""
+        names = ("pool", "paragraphs", "temperature", "scale", "max_new_tokens", "seed")
+        return {
+            "ragkv": __version__,
+            "model": model,
+            "dtype": dtype,
+            "data_sha256": document_sha256(read_text(self.data / FILE)),
+            "recipe": self.recipe.to_dict(),
+            "longest_recompute": max(self.recompute, default=0),
+            **{name: getattr(self, name) for name in names},
+        }
+
+
+def measure_compositions(
+    model: LoadedModel,
+    options: CompositionOptions,
+    out: Path,
+    *,
+    settings: dict[str, Any],
+    on_progress: Progress | None = None,
+) -> list[Row]:
+    """Measure what the folder `out` does not hold yet; returns the rows that `options` ask for, old and new.
+
+    Parameters
+    ----------
+    settings
+        From `CompositionOptions.settings`.
+    on_progress
+        Called with a stage, what is done of it and how much that is.
+
+    Raises
+    ------
+    ConfigError
+        If `out` holds other results, the data cannot be used, or the documents do not fit into the model's context.
+    """
+    METRICS["squad"]("", ("",))  # a long run that could not be scored must not begin
+    pool = read_pool(options.data, n_documents=options.pool, n_paragraphs=options.paragraphs, seed=options.seed)
+    cases = [
+        case
+        for size in options.sizes
+        for case in draw_cases(pool, size=size, n_questions=options.questions, seed=options.seed)
+    ]
+    n_prefix = check_context(model, pool, cases, options.max_new_tokens)
+    results = ResultsFolder(out, settings)
+    header = {"model": model.name, "seed": options.seed, "environment": environment()}
+    (out / HEADER_FILE).write_text(json.dumps(header, indent=1) + "\n", encoding="utf-8")
+    rows = RowFile(results.folder / RESULTS_FILE)
+    wanted = [(case.size, case.asked.id, variant) for case in cases for variant in options.chosen_variants]
+    done = {row.key for row in rows.read()}
+    todo = [
+        (case, [name for name in options.chosen_variants if (case.size, case.asked.id, name) not in done])
+        for case in cases
+    ]
+    if any(missing for _, missing in todo):
+        recipe = _recipe(options, n_prefix)
+        archives = archive_pool(model, pool, out / ARCHIVES, recipe=recipe, on_progress=on_progress)
+        for _, together in groupby(enumerate(todo), key=lambda each: each[1][0].documents):
+            numbered = list(together)
+            for row in measure_together(archives, [each for _, each in numbered], options, on_progress=on_progress):
+                rows.add(row)
+            if on_progress is not None:
+                on_progress("questions", numbered[-1][0] + 1, len(todo))
+    found = {row.key: row for row in rows.read()}
+    return [found[key] for key in wanted]
+
+
+def archive_pool(
+    model: LoadedModel,
+    pool: Sequence[PoolDocument],
+    folder: Path,
+    *,
+    recipe: Recipe,
+    on_progress: Progress | None = None,
+) -> list[Archive]:
+    """An open archive of every document, kept in a catalog; those that are there already are not built again."""
+    catalog = Catalog.create(folder, model, recipe=recipe, max_open=len(pool))
+    archives = []
+    for number, document in enumerate(pool, start=1):
+        archives.append(catalog.archive(catalog.add(document.text, name=document.name).id))
+        if on_progress is not None:
+            on_progress("archives", number, len(pool))
+    return archives
+
+
+def measure_together(
+    archives: Sequence[Archive],
+    todo: Sequence[tuple[Case, Sequence[str]]],
+    options: CompositionOptions,
+    *,
+    on_progress: Progress | None = None,
+) -> Iterator[Row]:
+    """The missing variants of cases that all have the same documents in the same order, behind one joint prefill."""
+    if not any(missing for _, missing in todo):
+        return
+    model = archives[0].model
+    joined = Composition([archives[place] for place in todo[0][0].documents])
+    started = time.perf_counter()
+    report = None if on_progress is None else partial(on_progress, "joint prefill")
+    dense = prefill_cache(model.model, joined.token_ids.tolist(), on_progress=report)
+    drain(model.model.device)
+    prefill_s = time.perf_counter() - started
+    for case, missing in todo:
+        if not missing:
+            continue
+        ids = question_ids(model.tokenizer, joined.layout, case.asked.item.question)
+        reference = _decode(joined, ids, fork_cache(dense), options)
+        for name in missing:
+            if name == JOINT:
+                seconds = prefill_s + reference.ttft_s
+                trial = _Trial(joined, reference, reference.text, joined.n_context + len(ids), seconds)
+            else:
+                composed = partial(compose_variant, name, case, archives, options)
+                trial = _try(composed, ids, reference, options)
+            yield _row(case, name, archives[case.asked.place].name, reference, trial)
+
+
+def compose_variant(
+    name: str, case: Case, archives: Sequence[Archive], options: CompositionOptions
+) -> tuple[Composition, RecallPolicy]:
+    """The documents of a case as a variant composes them, and what it recalls."""
+    documents = [archives[place] for place in case.documents]
+    composition = Composition(documents)
+    if name == ALONE:
+        composition = Composition([archives[case.asked.place]])
+    elif name == REUSED:
+        composition = Composition(documents, positions=REUSED)
+    elif name == WEIGHTED:
+        weighting = Weighting(temperature=options.temperature, scale=options.scale)
+        composition = Composition(documents, weighting=weighting)
+    elif name.startswith(RECOMPUTE):
+        composition = recompute(composition, int(name.removeprefix(RECOMPUTE)))
+    if name == ALL:
+        return composition, RecallPolicy(dense_layers=tuple(range(len(composition.shape.layers))))
+    return composition, composition.recall
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """What a variant made of a question: ``forced`` through the reference's answer, and its own answer ``text``."""
+
+    composition: Composition
+    forced: Decoded
+    text: str
+    prefilled_tokens: int
+    ttft_s: float
+
+
+def _try(
+    compose: Callable[[], tuple[Composition, RecallPolicy]],
+    ids: Sequence[int],
+    reference: Decoded,
+    options: CompositionOptions,
+) -> _Trial:
+    """A variant that agrees with the reference at every position would give the same answer, so only others generate.
+
+    The time to the first token begins with composing, which repairs do work in.
+    """
+    started = time.perf_counter()
+    composition, policy = compose()
+    cache = ArchiveCache(composition, policy=policy)
+    drain(composition.model.model.device)
+    composing_s = time.perf_counter() - started
+    forced = _decode(composition, ids, cache, options, forced=reference.token_ids)
+    text = reference.text
+    if tuple(forced.logits.argmax(-1).tolist()) != reference.token_ids:
+        text = _decode(composition, ids, ArchiveCache(composition, policy=policy), options).text
+    repaired = composition.recomputed
+    n_repaired = 0 if repaired is None else repaired.layers[0].keys.shape[1]
+    return _Trial(composition, forced, text, n_repaired + len(ids), composing_s + forced.ttft_s)
+
+
+def _decode(
+    composition: Composition,
+    ids: Sequence[int],
+    cache: Cache,
+    options: CompositionOptions,
+    *,
+    forced: Sequence[int] | None = None,
+) -> Decoded:
+    return decode_answer(
+        composition.model,
+        composition.pad([ids]),
+        cache,
+        stop=composition.layout.stop,
+        max_new_tokens=options.max_new_tokens,
+        forced=forced,
+    )
+
+
+def _row(case: Case, variant: str, document: str, reference: Decoded, trial: _Trial) -> Row:
+    scores = METRICS["squad"](trial.text, case.asked.item.answers)
+    return Row(
+        size=case.size,
+        question=case.asked.id,
+        document=document,
+        variant=variant,
+        kl=float(kl_divergence(reference.logits, trial.forced.logits).mean()),
+        top1=float(agreement(reference.logits, trial.forced.logits).mean()),
+        n_positions=len(reference.logits),
+        f1=scores["f1"],
+        em=scores["em"],
+        answer=trial.text,
+        prefilled_tokens=trial.prefilled_tokens,
+        context_tokens=trial.composition.n_context,
+        ttft_s=trial.ttft_s,
+    )
+
+
+def check_context(model: LoadedModel, pool: Sequence[PoolDocument], cases: Sequence[Case], most_new: int) -> int:
+    """Tokens of the prefix; refuses documents that are longer, joined, than the model's context."""
+    prompts = [tokenize_prompt(model.tokenizer, model.layout, document.text) for document in pool]
+    n_prefix, limit = len(prompts[0].prefix_ids), context_limit(model_shape(model.model.config))
+    for case in cases:
+        asked = question_ids(model.tokenizer, model.layout, case.asked.item.question)
+        n_tokens = n_prefix + sum(len(prompts[place].document_ids) for place in case.documents) + len(asked) + most_new
+        if limit is not None and n_tokens > limit:
+            raise ConfigError(
+                f"{case.size} documents with a question and its answer have {n_tokens:,} tokens and the model's "
+                f"context is {limit:,}; give fewer documents or paragraphs"
+            )
+    return n_prefix
+
+
+def _recipe(options: CompositionOptions, n_prefix: int) -> Recipe:
+    """The recipe with as many exact first tokens as are computed again; all variants have the same archives."""
+    if not options.recompute:
+        return options.recipe
+    n_first = max(options.recipe.sink_tokens, n_prefix + max(options.recompute))
+    return dataclasses.replace(options.recipe, sink_tokens=n_first)
