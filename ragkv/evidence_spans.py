@@ -120,6 +120,17 @@ def merge_passages(
     return tuple(sorted(found, key=lambda passage: (-passage.weight, passage.start)))
 
 
+def sentence_runs(text: str, *, target_chars: int = 240) -> tuple[tuple[int, int], ...]:
+    """All that `merge_passages` chooses among, without weights: from each sentence the longest run that fits.
+
+    (start, end) characters in order of ``start``; a sentence longer than `target_chars` is a run by itself. For other
+    ways of choosing passages, which should have the same choice.
+    """
+    units = list(_units(text, (), target_chars)) if target_chars > 0 else []
+    scored = _Scored(units, [], [], [], target_chars)
+    return tuple((units[first][0], units[last][1]) for first, last in scored.runs([True] * len(units)))
+
+
 @dataclass(frozen=True)
 class _Scored:
     """Units (stretches of text) and the running sums that score any run of them in constant time.
@@ -148,7 +159,7 @@ class _Scored:
         free = [True] * len(self.units)
         for _ in range(n_runs):
             best, best_score = None, 0.0
-            for first, last in self._runs(free):
+            for first, last in self.runs(free):
                 score = self.mass(first, last) * min(1.0, self.target / self.length(first, last))
                 if score > best_score * (1 + 1e-9):  # else a rounding error would decide a tie, not the position
                     best, best_score = (first, last), score
@@ -158,7 +169,7 @@ class _Scored:
             free[first : last + 1] = [False] * (last + 1 - first)
             yield first, last
 
-    def _runs(self, free: list[bool]) -> Iterator[tuple[int, int]]:
+    def runs(self, free: list[bool]) -> Iterator[tuple[int, int]]:
         """For each free unit the longest run from there that fits; a unit too long by itself is a run."""
         last = 0
         for first, is_free in enumerate(free):

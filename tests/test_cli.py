@@ -160,6 +160,33 @@ def test_archives_are_put_together_as_the_options_say(
     assert json.loads(shown)["mode"] == "recall"
 
 
+def test_documents_of_a_catalog_are_asked_by_name_or_all_together(workplace: Path, tmp_path: Path) -> None:
+    catalog = tmp_path / "catalog"
+    run("catalog", "add", catalog, workplace / "harbour.txt", workplace / "ferry.txt", "--model", workplace / "model")
+    words = ("ask", "Who kept the book?", "--catalog", catalog, "--json", "--max-new-tokens", 4)
+    one, every = json.loads(run(*words, "--document", "ferry.txt")[1]), json.loads(run(*words)[1])
+    both = json.loads(run(*words, "--document", "ferry.txt", "--document", "harbour.txt")[1])
+    assert one["archive_tokens"] < every["archive_tokens"] == both["archive_tokens"]
+    code, _, fault = run(*words, "--document", "nowhere.txt")
+    assert code != 0
+    assert "nowhere.txt" in fault
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "give --archive"),
+        (("--archive", "a", "--catalog", "b"), "give --archive"),
+        (("--archive", "a", "--document", "b"), "give --catalog"),
+        (("--catalog", "nowhere"), "nowhere"),
+    ],
+)
+def test_what_is_asked_must_be_named_in_one_way(words: tuple[str, ...], said: str) -> None:
+    code, _, fault = run("ask", "Who?", *words)
+    assert code != 0
+    assert said in fault
+
+
 def test_a_report_is_a_page_with_question_answer_and_passages(archive: Path, tmp_path: Path) -> None:
     page = tmp_path / "answer.html"
     code, shown, _ = run("ask", "Who kept <the> book?", "--archive", archive, "--report", page)

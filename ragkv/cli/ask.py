@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ragkv.cli.common import DeviceOption, DtypeOption, JsonOption, load, progress
-from ragkv.cli.compose_options import PositionsOption, RecomputeOption, ScaleOption, TemperatureOption, compose
+from ragkv.cli.compose_options import (
+    ArchiveOption,
+    CatalogOption,
+    DocumentOption,
+    PositionsOption,
+    RecomputeOption,
+    ScaleOption,
+    TemperatureOption,
+    archive_folders,
+    compose,
+)
 from ragkv.cli.output import format_bytes, out, print_json
 from ragkv.cli.recall_options import BudgetOption, MassOption, PilotOption, TopMOption, choose_policy
 from ragkv.errors import ConfigError
@@ -21,10 +31,9 @@ if TYPE_CHECKING:
 def ask(
     question: Annotated[str, typer.Argument(help="The question.")],
     *,
-    archive: Annotated[
-        list[Path],
-        typer.Option(help="Folder of the archive, as 'ragkv build' printed it; repeat it to ask several at once."),
-    ],
+    archive: ArchiveOption = None,
+    catalog: CatalogOption = None,
+    document: DocumentOption = None,
     model: Annotated[
         str | None, typer.Option(help="The model it was built with. [default: the name it was built by]")
     ] = (None),
@@ -59,6 +68,7 @@ def ask(
       ragkv ask "Who wrote the report?" --archive indexes/report
       ragkv ask "Who wrote the report?" --archive indexes/report --report answer.html
       ragkv ask "Which of them is newer?" --archive indexes/report --archive indexes/minutes
+      ragkv ask "Which of them is newer?" --catalog indexes/reports --document north.txt --document south.txt
       ragkv ask "Who wrote the report?" --archive indexes/report --mode dense --json
       ragkv ask "Who wrote the report?" --archive indexes/report --pilot-layer 12
     """
@@ -75,7 +85,8 @@ def ask(
 
     check_options(budget=budget, mode=mode, max_new_tokens=max_new_tokens, question=question)
     weighting = Weighting(temperature, scale)
-    manifests = [read_manifest(path) for path in archive]
+    folders = archive_folders(archive, catalog, document)
+    manifests = [read_manifest(path) for path in folders]
     policy = choose_policy(
         manifests[0].recipe.recall,
         len(manifests[0].layers),
@@ -92,7 +103,7 @@ def ask(
         sys.stdout.flush()
 
     with progress() as bar:
-        composition = compose(archive, loaded, positions=positions, weighting=weighting, recompute=recompute, bar=bar)
+        composition = compose(folders, loaded, positions=positions, weighting=weighting, recompute=recompute, bar=bar)
         answer = answer_question(
             composition,
             question,

@@ -16,6 +16,18 @@ if TYPE_CHECKING:
     from ragkv.models import LoadedModel
     from ragkv.placed import Weighting
 
+ArchiveOption = Annotated[
+    list[Path] | None,
+    typer.Option(help="Folder of the archive, as 'ragkv build' printed it; repeat it to ask several at once."),
+]
+CatalogOption = Annotated[
+    Path | None,
+    typer.Option(help="Ask documents of this catalog, as 'ragkv catalog add' made it, instead of archives."),
+]
+DocumentOption = Annotated[
+    list[str] | None,
+    typer.Option(help="Name of a document in the catalog, or the beginning of its id; repeat for more. [default: all]"),
+]
 PositionsOption = Annotated[
     str,
     typer.Option(
@@ -32,6 +44,23 @@ ScaleOption = Annotated[
 RecomputeOption = Annotated[
     int, typer.Option(help="Compute the first tokens of all archives but the first again; 0 for none.")
 ]
+
+
+def archive_folders(archives: list[Path] | None, catalog: Path | None, documents: list[str] | None) -> list[Path]:
+    """The folders to open, from the options that name archives or documents of a catalog."""
+    if (archives is None) == (catalog is None):
+        raise ConfigError("give --archive with a folder of 'ragkv build', or --catalog with one of 'ragkv catalog add'")
+    if archives is not None:
+        if documents:
+            raise ConfigError("--document names documents of a catalog; give --catalog, or leave it out")
+        return archives
+    from ragkv.catalog import Catalog
+
+    opened = Catalog.open(catalog or Path())
+    entries = [opened.entry(word) for word in documents] if documents else opened.entries()
+    if not entries:
+        raise ConfigError(f"catalog {str(catalog)!r} holds no documents; add some with 'ragkv catalog add'")
+    return [entry.path for entry in entries]
 
 
 def compose(
