@@ -215,15 +215,13 @@ def split_evidence(
 def look_by_words(question: str, documents: Sequence[PoolDocument]) -> Looked:
     """Passages by the idf of the question's words in them; a document's score is that of its best paragraph.
 
-    With N paragraphs in all documents, df of which have the word, the idf is log(1 + N / (df + 0.5)). In passages every
-    occurrence counts, in the score of a paragraph each word once.
+    With N paragraphs in all documents, df of which have the word, the idf is that of BM25: log(1 + (N - df + 0.5) /
+    (df + 0.5)). In passages every occurrence counts, in the score of a paragraph each word once.
     """
     paragraphs = [[set(_words(document.text[a:b])) for a, b in document.paragraphs] for document in documents]
     every = [words for own in paragraphs for words in own]
-    weights = {
-        word: math.log(1 + len(every) / (sum(word in words for words in every) + 0.5))
-        for word in dict.fromkeys(_words(question))
-    }
+    found = {word: sum(word in words for words in every) for word in dict.fromkeys(_words(question))}
+    weights = {word: math.log(1 + (len(every) - df + 0.5) / (df + 0.5)) for word, df in found.items()}
     spans = [_word_spans(document.text, weights) for document in documents]
     total = sum(weight for own in spans for _, _, weight in own) or 1.0
     evidence = [
