@@ -198,7 +198,8 @@ def test_words_are_weighted_by_the_paragraphs_that_have_them() -> None:
         document_of("The ship sank.", "Nobody was hurt."),
     ]
     looked = look_by_words("Was the SALT on the ship?", documents)
-    idf = {n: math.log(1 + (4.5 - n) / (n + 0.5)) for n in (1, 2)}  # salt in one of four paragraphs; was, the, ship in two
+    # salt is in one of four paragraphs; was, the and ship are in two
+    idf = {n: math.log(1 + (4.5 - n) / (n + 0.5)) for n in (1, 2)}
     assert looked.scores == pytest.approx((idf[1] + 2 * idf[2], 2 * idf[2]))
     first = 2 * idf[1] + 2 * idf[2] + idf[2]  # salt twice, ship, was; the
     second = 2 * idf[2] + idf[2]  # the, ship; was
