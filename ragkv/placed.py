@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 
@@ -104,6 +105,12 @@ class PlacedLayer:
         """Sizes of all clusters, documents one after another: (n_kv_heads, n_clusters) int64; None without clusters."""
         sizes = [table.sizes for table in self._tables]
         return torch.cat(sizes, dim=1) if len(sizes) > 1 else next(iter(sizes), None)
+
+    @cached_property
+    def first_clusters(self) -> torch.Tensor:
+        """Where the clusters of each document that has some begin among all: (n,) int64."""
+        counts = [table.n_clusters for table in self._tables]
+        return torch.tensor([0, *accumulate(counts)][: len(counts)], device=self.parts[0].layer.keys.device)
 
     @cached_property
     def padded(self) -> bool:

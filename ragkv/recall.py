@@ -35,8 +35,8 @@ class Choice:
     """Clusters that rows recall.
 
     ``clusters`` (n_kv_heads, n_rows, n_candidates) int64 in descending order of mass, of which the `kept` ones
-    (boolean, a leading run) are recalled; ``begins`` and ``ends`` bound their tokens in that order; ``tokens``
-    (n_kv_heads, n_rows) int64, recalled in all.
+    (boolean) are recalled; ``begins`` and ``ends`` bound their tokens in that order; ``tokens`` (n_kv_heads, n_rows)
+    int64, recalled in all, at most ``width``.
     """
 
     clusters: torch.Tensor
@@ -44,6 +44,7 @@ class Choice:
     begins: torch.Tensor
     ends: torch.Tensor
     tokens: torch.Tensor
+    width: int
 
     def hit_ids(self) -> torch.Tensor:
         """Ids of the clusters recalled, (n_kv_heads, n_rows, n_candidates), -1 where a candidate was not."""
@@ -155,7 +156,8 @@ def choose_clusters(
         taken = mass.gather(2, clusters)
         left = mass.sum(-1, keepdim=True) - (taken.cumsum(-1) - taken)  # estimated before each is taken
         kept &= (begins < limit.floor) | (left > 1 - limit.mass)
-    return Choice(clusters, kept, begins, ends, tokens=(held * kept).sum(-1))
+    tokens = (held * kept).sum(-1)
+    return Choice(clusters, kept, begins, ends, tokens, width=int(tokens.max()))
 
 
 def _best(worth: torch.Tensor, sizes: torch.Tensor, n_best: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,7 +171,7 @@ def places(choice: Choice) -> tuple[torch.Tensor, torch.Tensor]:
 
     Filled up with the last token of the row, so that what is read there are real numbers.
     """
-    slots = torch.arange(int(choice.tokens.max()), device=choice.ends.device)
+    slots = torch.arange(choice.width, device=choice.ends.device)
     wanted = torch.minimum(slots, (choice.tokens - 1).clamp_min_(0).unsqueeze(-1))
     return torch.searchsorted(choice.ends, wanted, right=True), wanted
 
@@ -192,19 +194,25 @@ def gather_rows(table: RecallTables, choice: Choice) -> Recalled:
     )
 
 
-def _choice_of_part(choice: Choice, first: int, n_clusters: int) -> Choice | None:
-    """The part of a choice that falls on the clusters [first, first + n_clusters), numbered from 0; None without any.
+def split_choice(choice: Choice, first: torch.Tensor) -> list[Choice | None]:
+    """Cut a choice over the clusters of several documents up by document, whose clusters begin at `first` (n,) int64.
 
-    Rows that recall nothing of them get one token of cluster 0 to read, which is not counted.
+    Clusters are numbered from 0 in each; None where no row recalls any. Rows that recall nothing of a document get one
+    token of its cluster 0 to read, which is not counted.
     """
-    inside = choice.kept & (choice.clusters >= first) & (choice.clusters < first + n_clusters)
-    if not bool(inside.any()):
-        return None
-    ends = ((choice.ends - choice.begins) * inside).cumsum(-1)
-    tokens = ends[..., -1].clone()
-    begins = ends - (choice.ends - choice.begins) * inside
+    owner = torch.bucketize(choice.clusters, first, right=True) - 1
+    number = torch.arange(len(first), device=first.device).view(-1, 1, 1, 1)
+    inside = (owner == number) & choice.kept  # (n_documents, n_kv_heads, n_rows, n_candidates)
+    held = (choice.ends - choice.begins) * inside
+    ends = held.cumsum(-1)
+    begins, tokens = ends - held, ends[..., -1].clone()
     ends[..., -1].clamp_min_(1)
-    return Choice((choice.clusters - first) * inside, inside, begins, ends, tokens)
+    clusters = (choice.clusters - first.view(-1, 1, 1, 1)) * inside
+    widths = tokens.amax((1, 2)).tolist()
+    return [
+        Choice(clusters[own], inside[own], begins[own], ends[own], tokens[own], width) if width else None
+        for own, width in enumerate(widths)
+    ]
 
 
 def _attend_rows(
@@ -221,7 +229,7 @@ def _attend_rows(
     choice = None
     if layer.sizes is not None:
         choice = _choose(documents, logits.softmax(-1), layer, limit)
-        near = _recall(documents, logits, choice, call.softcap)
+        near = _recall(documents, logits, choice, layer, call.softcap)
         logits = torch.cat([logits, *(each / layer.weighting.temperature for each in near)], dim=-1)
     if layer.weighting.scale != 1:
         logits = _rescaled(logits, layer, n_others=call.key.shape[2] + (view.sinks is not None))
@@ -284,23 +292,21 @@ def _choose(documents: list[_PartView], mass: torch.Tensor, layer: PlacedLayer, 
 
 
 def _recall(
-    documents: list[_PartView], logits: torch.Tensor, choice: Choice, softcap: float | None
+    documents: list[_PartView], logits: torch.Tensor, choice: Choice, layer: PlacedLayer, softcap: float | None
 ) -> list[torch.Tensor]:
     """Fetch the chosen clusters of every document and take their prototypes out of `logits`; logits of the tokens."""
-    n_clusters = sum(document.part.n_clusters for document in documents)
-    hit = torch.zeros(*choice.clusters.shape[:2], n_clusters, dtype=torch.bool, device=logits.device)
+    hit = torch.zeros(*choice.clusters.shape[:2], layer.n_clusters, dtype=torch.bool, device=logits.device)
     hit.scatter_(2, choice.clusters, choice.kept)
+    choices = iter([choice] if len(layer.first_clusters) == 1 else split_choice(choice, layer.first_clusters))
     near, column, first = [], 0, 0
     for document in documents:
-        table, own = document.part.layer.recall, choice
-        if table is not None:
-            chosen = own if table.n_clusters == n_clusters else _choice_of_part(choice, first, table.n_clusters)
-            if chosen is not None:
-                near.append(document.recall(table, chosen, softcap))
-                gone = hit[..., first : first + table.n_clusters].unsqueeze(2)
-                logits[..., column : column + table.n_clusters].masked_fill_(gone, -torch.inf)
-            first += table.n_clusters
-        column += document.part.n_held
+        table = document.part.layer.recall
+        own = None if table is None else next(choices)
+        if table is not None and own is not None:
+            near.append(document.recall(table, own, softcap))
+            gone = hit[..., first : first + table.n_clusters].unsqueeze(2)
+            logits[..., column : column + table.n_clusters].masked_fill_(gone, -torch.inf)
+        column, first = column + document.part.n_held, first + document.part.n_clusters
     return near
 
 
