@@ -4,7 +4,8 @@ Documents are paragraphs of articles (DIR/xquad.en.json, or any file in SQuAD fo
 of documents, questions are asked whose answer stands in one of them, at a place by chance. The reference, joint, reads
 all documents and the question in one piece with the model's own attention. Every variant is forced through the
 reference's answer (KL divergence in nats, top-1 agreement) and gives its own (F1, exact match). All variants have the
-same archives, which are built once and kept.
+same archives, which are built once and kept. Documents that are longer, joined, than the model's context have no
+reference; of them only the answers of reused and alone are scored, which have to be named.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ EXPLAINED = "\n".join(
         "  python -m pipelines.composition --model demo --data data --out quick --documents 2 --questions 4 --pool 4",
         "  python -m pipelines.composition --model demo --data data --out results --variants recall recompute-16",
         "  python -m pipelines.composition --model demo --data data --out k --recompute 4 16 64 --markdown table.md",
+        "  python -m pipelines.composition --model demo --data data --out far --documents 48 --pool 48 \\",
+        "      --paragraphs 5 --variants reused alone",
     )
 )
 
@@ -103,7 +106,7 @@ def row_of(summary: VariantSummary, *, errors: bool = False) -> list[str]:
         _mean(summary.kl),
         _mean(summary.top1, error=errors),
         _mean(summary.f1, error=errors),
-        "" if summary.f1_over_recall is None else _mean(summary.f1_over_recall, sign="+"),
+        _mean(summary.f1_over_recall, sign="+"),
         _mean(summary.em, error=errors),
         f"{summary.prefilled_tokens:,.0f}",
         "" if summary.ttft_s is None else f"{summary.ttft_s:.2f}",
@@ -117,7 +120,9 @@ def markdown(summaries: Sequence[VariantSummary]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def _mean(score: MeanScore, *, error: bool = True, sign: str = "") -> str:
+def _mean(score: MeanScore | None, *, error: bool = True, sign: str = "") -> str:
+    if score is None:
+        return ""
     value = f"{score.value:{sign}.3f}"
     return f"{value}±{score.standard_error:.3f}" if error and score.standard_error is not None else value
 

@@ -9,44 +9,34 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.composition import HEADINGS, main
-from ragkv import Archive, PromptLayout, build_archive
-from ragkv.compose import Composition
+from pipelines.composition import HEADINGS, main, row_of
+from ragkv import Archive, LoadedModel, PromptLayout, attach, build_archive
+from ragkv.answer import ask
+from ragkv.catalog import Catalog
+from ragkv.compose import REUSED, Composition
 from ragkv.errors import ConfigError
 from ragkv.evaluation.composition_cases import FILE, Asked, Case, draw_cases, read_pool
 from ragkv.evaluation.composition_rows import ALL, JOINT, RECALL, Row, RowFile, summarise_compositions
-from ragkv.evaluation.compositions import CompositionOptions, compose_variant, measure_compositions, measure_together
+from ragkv.evaluation.compositions import (
+    CompositionOptions,
+    compose_variant,
+    measure_compositions,
+    measure_together,
+    sizes_beyond,
+)
+from ragkv.evaluation.metrics import METRICS
 from ragkv.evaluation.run import RESULTS_FILE
 from ragkv.evaluation.suites import Item
 from ragkv.layout import question_ids
 from tests.archives import DOCUMENT, SMALL, archive_of, loaded
+from tests.squad import article
 from tests.tiny import tiny_model, tiny_tokenizer
 
 TOWNS = ("Arden", "Borrow", "Calder", "Dunmore", "Elswick")
-TRADES = ("salt", "wool", "slate")
 SIZES = (2, 3)
-
-
-def article(number: int, town: str) -> dict[str, object]:
-    """Three paragraphs with two questions each."""
-    paragraphs = []
-    for place, trade in enumerate(TRADES):
-        year, ships = str(1700 + 10 * number + place), str(20 + 7 * number + place)
-        context = (
-            f"The {trade} market of {town} was opened in {year} beside the old bridge. In its best summer {ships} "
-            f"ships carried {trade} down the river, and the merchants of {town} paid for a new clock on the town hall."
-        )
-        asked = [(f"When was the {trade} market of {town} opened?", year), (f"How many ships carried {trade}?", ships)]
-        qas = [
-            {
-                "id": f"{town}-{place}-{turn}",
-                "question": question,
-                "answers": [{"text": answer, "answer_start": context.index(answer)}],
-            }
-            for turn, (question, answer) in enumerate(asked)
-        ]
-        paragraphs.append({"context": context, "qas": qas})
-    return {"title": town, "paragraphs": paragraphs}
+CONTEXT = 600
+"""Room for two documents of `options_of` with a question and its answer (511 tokens), and not for three (731)."""
+FAR = ("reused", "alone")
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +54,16 @@ def options_of(data: Path, **changes: object) -> CompositionOptions:
     return replace(small, **changes)
 
 
-def measure(options: CompositionOptions, out: Path, **others: object) -> list[Row]:
-    model = loaded("llama")
+def measure(options: CompositionOptions, out: Path, *, model: LoadedModel | None = None, **others: object) -> list[Row]:
+    model = model or loaded("llama")
     return measure_compositions(model, options, out, settings=options.settings(model="tiny", dtype=None), **others)
+
+
+def near_sighted(limit: int = CONTEXT) -> LoadedModel:
+    """The same weights as all have here, with a context of so many tokens."""
+    model = attach(tiny_model("llama"))
+    model.config.max_position_embeddings = limit
+    return LoadedModel(model=model, tokenizer=tiny_tokenizer(), name="tiny-llama")
 
 
 @pytest.fixture(scope="module")
@@ -217,6 +214,96 @@ def test_a_damaged_line_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "rows").write_text('{"size": 2}\n', encoding="utf-8")
     with pytest.raises(ConfigError, match="damaged"):
         RowFile(tmp_path / "rows").read()
+
+
+# Beyond the model's context
+
+
+def test_beyond_the_context_a_row_is_the_variants_own_answer_and_has_no_reference(data: Path, tmp_path: Path) -> None:
+    model, options = near_sighted(), options_of(data, sizes=(3,), variants=FAR)
+    found = measure(options, tmp_path / "results", model=model)
+    assert [row.variant for row in found] == [*FAR] * 4
+    assert {(row.kl, row.top1, row.n_positions) for row in found} == {(None, None, 0)}
+    assert '"kl": null, "top1": null, "n_positions": 0' in (tmp_path / "results" / RESULTS_FILE).read_text("utf-8")
+    pool = read_pool(data, n_documents=4, n_paragraphs=2)
+    catalog = Catalog.open(tmp_path / "results" / "archives", model)
+    for case, reused, alone in zip(draw_cases(pool, size=3, n_questions=4), found[::2], found[1::2], strict=True):
+        archives = [catalog.archive(catalog.entry(pool[place].name).id) for place in case.documents]
+        gold = archives[case.documents.index(case.asked.place)]
+        for own, source in ((reused, Composition(archives, positions=REUSED)), (alone, gold)):
+            assert own.answer == ask(source, case.asked.item.question, max_new_tokens=4).text
+            assert (own.f1, own.document) == (METRICS["squad"](own.answer, case.asked.item.answers)["f1"], gold.name)
+        assert reused.context_tokens > CONTEXT > alone.context_tokens
+
+
+def test_sizes_within_and_beyond_the_context_are_measured_in_one_run(
+    data: Path, tmp_path: Path, rows: list[Row]
+) -> None:
+    stages: list[tuple[str, int, int]] = []
+    options = options_of(data, variants=FAR)
+    found = measure(options, tmp_path / "r", model=near_sighted(), on_progress=lambda *each: stages.append(each))
+    assert [row.variant for row in found] == [JOINT, *FAR] * 4 + [*FAR] * 4
+    known = {row.key: replace(row, ttft_s=0) for row in rows}
+    for row in found:
+        blind = {} if row.size == 2 else {"kl": None, "top1": None, "n_positions": 0}
+        assert replace(row, ttft_s=0) == replace(known[row.key], **blind), "only the reference depends on the context"
+    assert max(total for stage, _, total in stages if stage == "joint prefill") < CONTEXT
+
+
+@pytest.mark.parametrize("variants", [(), (RECALL, "reused"), (JOINT, "reused", "alone")], ids=str)
+def test_beyond_the_context_other_variants_are_refused(data: Path, tmp_path: Path, variants: tuple[str, ...]) -> None:
+    sentence = (
+        "^3 documents .* context is 600, beyond which only the variants reused and alone can be measured: ask for"
+    )
+    with pytest.raises(ConfigError, match=sentence):
+        measure(options_of(data, variants=variants), tmp_path / "results", model=near_sighted())
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_document_that_is_too_long_by_itself_is_refused(data: Path, tmp_path: Path) -> None:
+    options = options_of(data, variants=FAR)
+    with pytest.raises(ConfigError, match=r"^the longest of 2 documents with .* has 285 tokens .* context is 284;"):
+        measure(options, tmp_path / "results", model=near_sighted(284))
+    assert not (tmp_path / "results").exists()
+    pool = read_pool(data, n_documents=4, n_paragraphs=2)
+    assert sizes_beyond(near_sighted(285), pool, draw_cases(pool, size=2, n_questions=4), options) == {2}
+
+
+def test_beyond_the_context_a_stopped_run_goes_on(data: Path, tmp_path: Path) -> None:
+    model, options = near_sighted(), options_of(data, sizes=(3,), variants=FAR)
+    lines = tmp_path / "results" / RESULTS_FILE
+
+    def stop(stage: str, done: int, total: int) -> None:
+        if stage == "questions":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure(options, tmp_path / "results", model=model, on_progress=stop)
+    first = lines.read_bytes()
+    found = measure(options, tmp_path / "results", model=model)
+    assert (first.count(b"\n"), len(found)) == (2 * 2, 4 * 2)
+    assert lines.read_bytes().startswith(first)
+    assert RowFile(lines).read() == found
+
+
+def test_rows_without_a_reference_are_measured_again_where_there_is_one(data: Path, tmp_path: Path) -> None:
+    options = options_of(data, sizes=(3,), questions=2, variants=FAR)
+    measure(options, tmp_path / "results", model=near_sighted())
+    found = measure(options, tmp_path / "results")
+    assert [row.variant for row in found] == [JOINT, *FAR] * 2
+    assert all(row.kl is not None and row.n_positions > 0 for row in found)
+    assert measure(options, tmp_path / "results") == found
+
+
+def test_without_a_reference_cells_are_empty_and_no_mean_leaves_questions_out() -> None:
+    near, far = row("reused", "a", "x", f1=0.5, kl=1.0), row("reused", "b", "y", f1=0.7)
+    far = replace(far, kl=None, top1=None, n_positions=0)
+    for rows in ([far], [near, far]):
+        (summary,) = summarise_compositions(rows)
+        assert (summary.kl, summary.top1, summary.f1_over_recall) == (None, None, None)
+        cells = dict(zip(HEADINGS, row_of(summary, errors=True), strict=True))
+        assert [heading for heading, cell in cells.items() if not cell] == ["KL", "top-1", "- recall"]
+        assert summary.f1.n_items == len(rows)
 
 
 # Summary

@@ -15,9 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ragkv.architecture import model_shape
 from ragkv.bench_text import read_text
 from ragkv.errors import ConfigError
+from ragkv.evaluation.plan import context_limit
 from ragkv.evaluation.suites import Item
+from ragkv.layout import question_ids, tokenize_prompt
+from ragkv.models import LoadedModel
 from ragkv.policy import check_whole
 
 FILE = "xquad.en.json"
@@ -60,6 +64,32 @@ class Case:
     @property
     def size(self) -> int:
         return len(self.documents)
+
+    @property
+    def key(self) -> tuple[int, str]:
+        return self.size, self.asked.id
+
+
+@dataclass(frozen=True)
+class TooLong:
+    """A case beyond the context of ``limit`` tokens: prefix, question and answer with all documents ``joined``, and
+    with the ``longest`` document only.
+    """
+
+    size: int
+    joined: int
+    longest: int
+    limit: int
+
+    @property
+    def joined_words(self) -> str:
+        whose = f"{self.size} documents with a question and its answer"
+        return f"{whose} have {self.joined:,} tokens and the model's context is {self.limit:,}"
+
+    @property
+    def longest_words(self) -> str:
+        whose = f"the longest of {self.size} documents with a question and its answer"
+        return f"{whose} has {self.longest:,} tokens and the model's context is {self.limit:,}"
 
 
 @dataclass(frozen=True)
@@ -171,6 +201,24 @@ def draw_sibling_cases(siblings: Sequence[PoolDocument], *, size: int, n_questio
         order = random.Random(f"{seed} {size} {block}").sample(articles[article], size)
         cases.append(Case(tuple(order), asked[article][question]))
     return cases
+
+
+def cases_beyond(
+    model: LoadedModel, pool: Sequence[PoolDocument], cases: Sequence[Case], most_new: int
+) -> list[TooLong]:
+    """The cases whose documents, joined, leave no room in the model's context for an answer of `most_new` tokens."""
+    limit = context_limit(model_shape(model.model.config))
+    if limit is None:
+        return []
+    prompts = [tokenize_prompt(model.tokenizer, model.layout, document.text) for document in pool]
+    found = []
+    for case in cases:
+        asked = question_ids(model.tokenizer, model.layout, case.asked.item.question)
+        others = len(prompts[0].prefix_ids) + len(asked) + most_new
+        lengths = [len(prompts[place].document_ids) for place in case.documents]
+        if others + sum(lengths) > limit:
+            found.append(TooLong(case.size, others + sum(lengths), others + max(lengths), limit))
+    return found
 
 
 def _documents(n_pool: int, number: int, *, size: int, seed: int) -> tuple[int, ...]:

@@ -28,6 +28,8 @@ VARIANTS = {
     ALONE: "only the document that holds the answer: the bound of a perfect retriever",
 }
 RECOMPUTE = "recompute-"
+BEYOND = (REUSED, ALONE)
+"""Variants that can be measured where the documents are longer, joined, than the model's context."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +38,16 @@ class Row:
 
     ``kl`` (nats) and ``top1`` are means over the ``n_positions`` of the reference's answer; ``f1`` and ``em`` are of
     the variant's own greedy ``answer``. ``prefilled_tokens`` went through the model before the first answer token, in
-    ``ttft_s`` seconds with the archives open; ``context_tokens`` are prefix and documents.
+    ``ttft_s`` seconds with the archives open; ``context_tokens`` are prefix and documents. Beyond the model's context
+    there is no reference: ``kl`` and ``top1`` are None then, and ``n_positions`` is 0.
     """
 
     size: int
     question: str
     document: str
     variant: str
-    kl: float
-    top1: float
+    kl: float | None
+    top1: float | None
     n_positions: int
     f1: float
     em: float
@@ -102,14 +105,15 @@ class RowFile(JsonLines[Row]):
 class VariantSummary:
     """Means over the questions of one size, each counting once; errors take those of one document as one cluster.
 
+    ``kl`` and ``top1`` are None where a row has none, as beyond the model's context: no mean leaves questions out.
     ``f1_over_recall`` is F1 minus that of `RECALL`, paired by question; None for that variant itself or without it.
     ``ttft_s`` is a median, None for `ALL`, which holds its documents decoded between questions.
     """
 
     size: int
     variant: str
-    kl: MeanScore
-    top1: MeanScore
+    kl: MeanScore | None
+    top1: MeanScore | None
     f1: MeanScore
     em: MeanScore
     f1_over_recall: MeanScore | None
@@ -135,8 +139,8 @@ def _summary(own: Sequence[Row], known: Mapping[tuple[int, str, str], Row]) -> V
     return VariantSummary(
         size=size,
         variant=variant,
-        kl=mean_score([row.kl for row in own], documents),
-        top1=mean_score([row.top1 for row in own], documents),
+        kl=_mean_of_all([row.kl for row in own], documents),
+        top1=_mean_of_all([row.top1 for row in own], documents),
         f1=mean_score([row.f1 for row in own], documents),
         em=mean_score([row.em for row in own], documents),
         f1_over_recall=mean_score(*zip(*off, strict=True)) if off else None,
@@ -144,3 +148,8 @@ def _summary(own: Sequence[Row], known: Mapping[tuple[int, str, str], Row]) -> V
         context_tokens=fmean(row.context_tokens for row in own),
         ttft_s=None if variant == ALL else median(row.ttft_s for row in own),
     )
+
+
+def _mean_of_all(scores: Sequence[float | None], documents: Sequence[str]) -> MeanScore | None:
+    known = [score for score in scores if score is not None]
+    return mean_score(known, documents) if len(known) == len(scores) else None

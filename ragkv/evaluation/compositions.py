@@ -2,7 +2,8 @@
 
 The reference of a question is the model's own attention over prefix, documents in order and question, read in one
 piece. Every variant is forced through the reference's greedy answer (KL and agreement) and gives its own (F1 and exact
-match). What is measured is kept line by line, so that a stopped run goes on.
+match). Documents that are longer, joined, than the model's context have no reference: only answers are scored then.
+What is measured is kept line by line, so that a stopped run goes on.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from typing import Any
 
 from transformers import Cache
 
-from ragkv.architecture import model_shape
 from ragkv.archive import Archive
 from ragkv.bench import environment
 from ragkv.bench_text import read_text
@@ -28,10 +28,9 @@ from ragkv.cache import ArchiveCache
 from ragkv.catalog import Catalog
 from ragkv.compose import REUSED, Composition
 from ragkv.errors import ConfigError
-from ragkv.evaluation.composition_cases import FILE, Case, PoolDocument, draw_cases, read_pool
-from ragkv.evaluation.composition_rows import ALL, ALONE, JOINT, RECOMPUTE, VARIANTS, WEIGHTED, Row, RowFile
+from ragkv.evaluation.composition_cases import FILE, Case, PoolDocument, cases_beyond, draw_cases, read_pool
+from ragkv.evaluation.composition_rows import ALL, ALONE, BEYOND, JOINT, RECOMPUTE, VARIANTS, WEIGHTED, Row, RowFile
 from ragkv.evaluation.metrics import METRICS
-from ragkv.evaluation.plan import context_limit
 from ragkv.evaluation.run import RESULTS_FILE, ResultsFolder
 from ragkv.fidelity import Decoded, agreement, decode_answer, kl_divergence
 from ragkv.kv import fork_cache
@@ -55,7 +54,7 @@ class CompositionOptions:
     """What is measured.
 
     `sizes` are numbers of documents; `questions` are asked for each. `variants` are of `VARIANTS`, or
-    ``recompute-K`` with K of `recompute`; empty means all. The reference is always measured.
+    ``recompute-K`` with K of `recompute`; empty means all. The reference is always measured where there is one.
 
     Raises
     ------
@@ -141,7 +140,8 @@ def measure_compositions(
     Raises
     ------
     ConfigError
-        If `out` holds other results, the data cannot be used, or the documents do not fit into the model's context.
+        If `out` holds other results, the data cannot be used, or the documents do not fit into the model's context and
+        other variants than `BEYOND` are asked for.
     """
     METRICS["squad"]("", ("",))  # a long run that could not be scored must not begin
     pool = read_pool(options.data, n_documents=options.pool, n_paragraphs=options.paragraphs, seed=options.seed)
@@ -150,28 +150,31 @@ def measure_compositions(
         for size in options.sizes
         for case in draw_cases(pool, size=size, n_questions=options.questions, seed=options.seed)
     ]
-    n_prefix = check_context(model, pool, cases, options.max_new_tokens)
+    chosen, beyond = options.chosen_variants, sizes_beyond(model, pool, cases, options)
     results = ResultsFolder(out, settings)
     header = {"model": model.name, "seed": options.seed, "environment": environment()}
     (out / HEADER_FILE).write_text(json.dumps(header, indent=1) + "\n", encoding="utf-8")
     rows = RowFile(results.folder / RESULTS_FILE)
-    wanted = [(case.size, case.asked.id, variant) for case in cases for variant in options.chosen_variants]
-    done = {row.key for row in rows.read()}
-    todo = [
-        (case, [name for name in options.chosen_variants if (case.size, case.asked.id, name) not in done])
-        for case in cases
-    ]
+    wanted = [(case, [name for name in chosen if name != JOINT or case.size not in beyond]) for case in cases]
+    # Fewer questions may all fit into the context where more did not: what lacks a reference is measured again then.
+    done = {row.key for row in rows.read() if row.kl is not None or row.size in beyond}
+    todo = [(case, [name for name in names if (*case.key, name) not in done]) for case, names in wanted]
     if any(missing for _, missing in todo):
-        recipe = _recipe(options, n_prefix)
+        recipe = _recipe(model, options)
         archives = archive_pool(model, pool, out / ARCHIVES, recipe=recipe, on_progress=on_progress)
         for _, together in groupby(enumerate(todo), key=lambda each: each[1][0].documents):
             numbered = list(together)
-            for row in measure_together(archives, [each for _, each in numbered], options, on_progress=on_progress):
+            group = [each for _, each in numbered]
+            if group[0][0].size in beyond:
+                measured = measure_beyond(archives, group, options)
+            else:
+                measured = measure_together(archives, group, options, on_progress=on_progress)
+            for row in measured:
                 rows.add(row)
             if on_progress is not None:
                 on_progress("questions", numbered[-1][0] + 1, len(todo))
     found = {row.key: row for row in rows.read()}
-    return [found[key] for key in wanted]
+    return [found[*case.key, name] for case, names in wanted for name in names]
 
 
 def archive_pool(
@@ -224,12 +227,23 @@ def measure_together(
             yield _row(case, name, archives[case.asked.place].name, reference, trial)
 
 
+def measure_beyond(
+    archives: Sequence[Archive], todo: Sequence[tuple[Case, Sequence[str]]], options: CompositionOptions
+) -> Iterator[Row]:
+    """The missing variants of cases whose documents are longer, joined, than the context: without a reference."""
+    tokenizer, layout = archives[0].model.tokenizer, archives[0].layout
+    for case, missing in todo:
+        ids = question_ids(tokenizer, layout, case.asked.item.question)
+        for name in missing:
+            trial = _try(partial(compose_variant, name, case, archives, options), ids, None, options)
+            yield _row(case, name, archives[case.asked.place].name, None, trial)
+
+
 def compose_variant(
     name: str, case: Case, archives: Sequence[Archive], options: CompositionOptions
 ) -> tuple[Composition, RecallPolicy]:
     """The documents of a case as a variant composes them, and what it recalls."""
     documents = [archives[place] for place in case.documents]
-    composition = Composition(documents)
     if name == ALONE:
         composition = Composition([archives[case.asked.place]])
     elif name == REUSED:
@@ -237,7 +251,9 @@ def compose_variant(
     elif name == WEIGHTED:
         weighting = Weighting(temperature=options.temperature, scale=options.scale)
         composition = Composition(documents, weighting=weighting)
-    elif name.startswith(RECOMPUTE):
+    else:
+        composition = Composition(documents)
+    if name.startswith(RECOMPUTE):
         composition = recompute(composition, int(name.removeprefix(RECOMPUTE)))
     if name == ALL:
         return composition, RecallPolicy(dense_layers=tuple(range(len(composition.shape.layers))))
@@ -246,10 +262,12 @@ def compose_variant(
 
 @dataclass(frozen=True)
 class _Trial:
-    """What a variant made of a question: ``forced`` through the reference's answer, and its own answer ``text``."""
+    """What a variant made of a question: ``decoded`` along the reference's answer, or its own without one, and the
+    ``text`` of its own answer.
+    """
 
     composition: Composition
-    forced: Decoded
+    decoded: Decoded
     text: str
     prefilled_tokens: int
     ttft_s: float
@@ -258,10 +276,11 @@ class _Trial:
 def _try(
     compose: Callable[[], tuple[Composition, RecallPolicy]],
     ids: Sequence[int],
-    reference: Decoded,
+    reference: Decoded | None,
     options: CompositionOptions,
 ) -> _Trial:
-    """A variant that agrees with the reference at every position would give the same answer, so only others generate.
+    """A variant that agrees with the reference at every position would give the same answer, so only others generate;
+    without a reference all do.
 
     The time to the first token begins with composing, which repairs do work in.
     """
@@ -270,13 +289,13 @@ def _try(
     cache = ArchiveCache(composition, policy=policy)
     drain(composition.model.model.device)
     composing_s = time.perf_counter() - started
-    forced = _decode(composition, ids, cache, options, forced=reference.token_ids)
-    text = reference.text
-    if tuple(forced.logits.argmax(-1).tolist()) != reference.token_ids:
+    decoded = _decode(composition, ids, cache, options, forced=None if reference is None else reference.token_ids)
+    text = decoded.text
+    if reference is not None and tuple(decoded.logits.argmax(-1).tolist()) != reference.token_ids:
         text = _decode(composition, ids, ArchiveCache(composition, policy=policy), options).text
     repaired = composition.recomputed
     n_repaired = 0 if repaired is None else repaired.layers[0].keys.shape[1]
-    return _Trial(composition, forced, text, n_repaired + len(ids), composing_s + forced.ttft_s)
+    return _Trial(composition, decoded, text, n_repaired + len(ids), composing_s + decoded.ttft_s)
 
 
 def _decode(
@@ -297,16 +316,17 @@ def _decode(
     )
 
 
-def _row(case: Case, variant: str, document: str, reference: Decoded, trial: _Trial) -> Row:
+def _row(case: Case, variant: str, document: str, reference: Decoded | None, trial: _Trial) -> Row:
     scores = METRICS["squad"](trial.text, case.asked.item.answers)
+    logits = trial.decoded.logits
     return Row(
         size=case.size,
         question=case.asked.id,
         document=document,
         variant=variant,
-        kl=float(kl_divergence(reference.logits, trial.forced.logits).mean()),
-        top1=float(agreement(reference.logits, trial.forced.logits).mean()),
-        n_positions=len(reference.logits),
+        kl=None if reference is None else float(kl_divergence(reference.logits, logits).mean()),
+        top1=None if reference is None else float(agreement(reference.logits, logits).mean()),
+        n_positions=0 if reference is None else len(reference.logits),
         f1=scores["f1"],
         em=scores["em"],
         answer=trial.text,
@@ -316,24 +336,38 @@ def _row(case: Case, variant: str, document: str, reference: Decoded, trial: _Tr
     )
 
 
-def check_context(model: LoadedModel, pool: Sequence[PoolDocument], cases: Sequence[Case], most_new: int) -> int:
-    """Tokens of the prefix; refuses documents that are longer, joined, than the model's context."""
-    prompts = [tokenize_prompt(model.tokenizer, model.layout, document.text) for document in pool]
-    n_prefix, limit = len(prompts[0].prefix_ids), context_limit(model_shape(model.model.config))
-    for case in cases:
-        asked = question_ids(model.tokenizer, model.layout, case.asked.item.question)
-        n_tokens = n_prefix + sum(len(prompts[place].document_ids) for place in case.documents) + len(asked) + most_new
-        if limit is not None and n_tokens > limit:
-            raise ConfigError(
-                f"{case.size} documents with a question and its answer have {n_tokens:,} tokens and the model's "
-                f"context is {limit:,}; give fewer documents or paragraphs"
-            )
-    return n_prefix
+def check_context(model: LoadedModel, pool: Sequence[PoolDocument], cases: Sequence[Case], most_new: int) -> None:
+    """Refuse documents that are longer, joined, than the model's context."""
+    for case in cases_beyond(model, pool, cases, most_new):
+        raise ConfigError(f"{case.joined_words}; give fewer documents or paragraphs")
 
 
-def _recipe(options: CompositionOptions, n_prefix: int) -> Recipe:
+def sizes_beyond(
+    model: LoadedModel, pool: Sequence[PoolDocument], cases: Sequence[Case], options: CompositionOptions
+) -> frozenset[int]:
+    """Sizes with a case that is longer, joined, than the model's context; only `BEYOND` is measured of them.
+
+    Raises
+    ------
+    ConfigError
+        If there are such sizes and other variants are asked for, or a document is too long by itself.
+    """
+    found = cases_beyond(model, pool, cases, options.max_new_tokens)
+    for case in found:
+        if case.longest > case.limit:
+            raise ConfigError(f"{case.longest_words}; give fewer paragraphs")
+    if found and not set(options.variants or VARIANTS) <= set(BEYOND):
+        raise ConfigError(
+            f"{found[0].joined_words}, beyond which only the variants {' and '.join(BEYOND)} can be measured: ask "
+            "for these only, or for fewer documents or paragraphs"
+        )
+    return frozenset(case.size for case in found)
+
+
+def _recipe(model: LoadedModel, options: CompositionOptions) -> Recipe:
     """The recipe with as many exact first tokens as are computed again; all variants have the same archives."""
     if not options.recompute:
         return options.recipe
+    n_prefix = len(tokenize_prompt(model.tokenizer, model.layout, "a").prefix_ids)
     n_first = max(options.recipe.sink_tokens, n_prefix + max(options.recompute))
     return dataclasses.replace(options.recipe, sink_tokens=n_first)
