@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from ragkv.evidence import AttentionMass
 from ragkv.evidence_spans import DocumentEvidence
 from ragkv.kv import kv_nbytes
 from ragkv.layout import question_ids
-from ragkv.policy import RecallPolicy
+from ragkv.policy import RecallPolicy, check_whole
 from ragkv.prefill import prefill_cache
 from ragkv.streamer import AnswerStreamer, StopAnswer
 from ragkv.trace import LayerMeans, Observers, RecallTrace
@@ -67,9 +67,15 @@ class Answer:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values under the names that ``ragkv ask --json`` prints."""
-        values = asdict(self)
-        values["evidence"] = [document.to_dict() for document in self.evidence]
-        return {"answer": values.pop("text"), **values}
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {
+            "answer": values.pop("text"),
+            **values,
+            "token_ids": list(self.token_ids),
+            "kv_bytes": asdict(self.kv_bytes),
+            "layers": [asdict(layer) for layer in self.layers],
+            "evidence": [document.to_dict() for document in self.evidence],
+        }
 
 
 def ask(
@@ -104,7 +110,9 @@ def ask(
         raise ConfigError(f"evidence is what recall looked at, and mode is {mode!r}; leave mode at 'recall'")
     composition = Composition.of(source)
     model, tokenizer, layout = composition.model.model, composition.model.tokenizer, composition.layout
-    inputs = composition.pad([question_ids(tokenizer, layout, question)])
+    ids = question_ids(tokenizer, layout, question)
+    _check_fits(composition, len(ids))
+    inputs = composition.pad([ids])
     trace = RecallTrace(keep_steps=False)
     mass = AttentionMass(composition) if evidence else None
     started = time.perf_counter()
@@ -141,12 +149,21 @@ def check_options(
     """Refuse options of `ask` that are out of range, before anything is loaded."""
     if mode not in MODES:
         raise ConfigError(f"mode is {mode!r}; give one of {', '.join(MODES)}")
-    if max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens is {max_new_tokens}; give at least 1")
-    if budget is not None and budget < 1:
-        raise ConfigError(f"budget is {budget!r}; give a whole number of tokens of at least 1")
+    check_whole("max_new_tokens", max_new_tokens, 1)
+    if budget is not None:
+        check_whole("budget", budget, 1)
     if not question.strip():
         raise ConfigError("the question is empty; ask something")
+
+
+def _check_fits(composition: Composition, n_question: int) -> None:
+    """Refuse a question that reaches beyond the model's context, where answers are noise."""
+    longest = composition.shape.max_positions
+    if longest is not None and composition.n_tokens + n_question >= longest:
+        raise ConfigError(
+            f"the question is {n_question:,} tokens and the documents leave {longest - composition.n_tokens:,} of the "
+            "model's context; shorten it, or give fewer documents"
+        )
 
 
 def after_context(context: torch.Tensor, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -33,7 +33,7 @@ def strip_figure(document: DocumentEvidence, passages: Sequence[Passage]) -> str
     bins = [0.0] * n_bins
     for start, end, weight in document.spans:
         middle = min(max((start + end) // 2, 0), n_chars - 1)
-        bins[middle * n_bins // n_chars] += max(weight, 0.0)
+        bins[middle * n_bins // n_chars] += max(weight, 0.0) if math.isfinite(weight) else 0.0
     top = max(bins)
     if top <= 0:
         return ""

@@ -6,6 +6,7 @@ answer or document can become markup.
 
 from __future__ import annotations
 
+import math
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -156,7 +157,7 @@ Attention tells where the model looked, not that it was right.</p>
 
 
 def _overview_item(source: _Source) -> str:
-    share = min(max(source.document.share, 0.0), 1.0)
+    share = min(max(source.document.share, 0.0), 1.0) if math.isfinite(source.document.share) else 0.0
     chips = " ".join(
         f'<a class="chip" href="#p{ranked.rank}" aria-label="Passage {ranked.rank}, '
         f'{format_share(ranked.passage.weight)}">{ranked.rank}</a>'

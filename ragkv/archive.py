@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from ragkv.errors import ArchiveCorruptError, ArchiveNotFoundError
 from ragkv.fingerprint import Fingerprint, require_match
 from ragkv.inputs import padded_inputs, question_inputs
 from ragkv.layers import ArchivedLayer, load_layer, whole_layer
-from ragkv.layout import PromptLayout, document_sha256
+from ragkv.layout import PromptLayout, decoded, decoded_spans, document_sha256
 from ragkv.manifest import Manifest, read_manifest
 from ragkv.models import LoadedModel
 from ragkv.policy import RecallPolicy
@@ -68,7 +67,9 @@ class Archive:
             log.warning("archive %s holds %s, the model is %s: values are cast", path, stored, model.model.dtype)
         device, dtype = model.model.device, model.model.dtype
         layers = tuple(load_layer(path, entry, stored, device=device, dtype=dtype) for entry in manifest.layers)
-        return cls(path, manifest, model, layers)
+        archive = cls(path, manifest, model, layers)
+        _ = archive.tokens  # read now: the files may be gone when they are asked for
+        return archive
 
     @property
     def n_tokens(self) -> int:
@@ -107,21 +108,20 @@ class Archive:
 
     @cached_property
     def _text_and_spans(self) -> tuple[str, list[tuple[int, int]]]:
-        ids, decode = self.tokens.ids[self.prefix_tokens :].tolist(), self.model.tokenizer.decode
-        text = str(decode(ids, clean_up_tokenization_spaces=False))
+        ids, tokenizer = self.tokens.ids[self.prefix_tokens :].tolist(), self.model.tokenizer
+        text = decoded(tokenizer, ids)
         if document_sha256(text) == self.manifest.document_sha256:
             start, end = (column[self.prefix_tokens :].tolist() for column in (self.tokens.start, self.tokens.end))
             return text, list(zip(start, end, strict=True))
-        pieces = [str(decode([token], clean_up_tokenization_spaces=False)) for token in ids]
-        ends = list(accumulate(len(piece) for piece in pieces))
-        return "".join(pieces), list(zip([0, *ends], ends, strict=False))
+        return decoded_spans(tokenizer, ids)
 
     def positions(self, index: int) -> torch.Tensor:
         """Position of every archived row of layer `index`, in the order of its file: (n_kv_heads, n_tokens) int64."""
         with self._lock:
             if index not in self._positions:
                 entry = self.manifest.layers[index]
-                flat = read_positions(self.path / entry.rows_file)
+                table = self.layers[index].recall
+                flat = torch.empty(0, dtype=torch.int64) if table is None else read_positions(table.mapped)
                 self._positions[index] = flat.view(entry.n_kv_heads, -1)
             return self._positions[index]
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -144,30 +145,36 @@ class Catalog:
         Raises
         ------
         ConfigError
-            If the document cannot be archived (see `build_archive`), the catalog was opened without a model, or the
-            model is loaded in another dtype than the catalog's.
+            If the document cannot be archived (see `build_archive`) or written, the catalog was opened without a
+            model, the model is loaded in another dtype than the catalog's, or another catalog stands there by now.
+        ArchiveNotFoundError, ArchiveFormatError, ArchiveCorruptError
+            If the catalog was deleted or damaged since it was opened.
         """
         model, tokens = self._loaded("to add a document"), self._tokens(text)
         self._check_dtype(model)
+        if read_head(self.path) != self._head:
+            raise ConfigError(f"catalog {str(self.path)!r} is another one than when it was opened; open it again")
         document_id, built = self._id(tokens), False
         for _ in range(_ATTEMPTS):  # again where the archive was cleared away before its mark could be taken away
             stamp = self._folder.stamp(document_id)
             entry = self._folder.revive(document_id, stamp)
             if entry is not None:
                 return as_built(entry, built)
+            self._folder.make_room(document_id)
             keeper = _Keeper(self._folder, document_id, stamp)
-            build_from_tokens(
-                model,
-                tokens,
-                self._folder.document(document_id),
-                document_sha256=document_sha256(text),
-                recipe=self.recipe,
-                layout=self.layout,
-                document_name=name,
-                known=self.fingerprint,
-                keep=keeper,
-                on_progress=on_progress,
-            )
+            with self._writing():
+                build_from_tokens(
+                    model,
+                    tokens,
+                    self._folder.document(document_id),
+                    document_sha256=document_sha256(text),
+                    recipe=self.recipe,
+                    layout=self.layout,
+                    document_name=name,
+                    known=self.fingerprint,
+                    keep=keeper,
+                    on_progress=on_progress,
+                )
             built = not keeper.kept
         entry = self._folder.revive(document_id, self._folder.stamp(document_id))
         if entry is None:
@@ -271,6 +278,17 @@ class Catalog:
         head = manifest.prefix_tokens
         if manifest.recipe != self.recipe or self._head.document_id(ids[:head], ids[head:]) != document_id:
             raise ArchiveCorruptError(f"{where} is not the document that its id says; remove it")
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Say in one sentence what the system refused to write: most often, that the disk is full."""
+        try:
+            yield
+        except RagkvError:
+            raise
+        except OSError as error:
+            why = " ".join((error.strerror or str(error)).split())
+            raise ConfigError(f"cannot write a document to the catalog {str(self.path)!r}: {why}") from error
 
     def _check_dtype(self, model: LoadedModel) -> None:
         dtype = str(model.model.dtype).removeprefix("torch.")

@@ -12,6 +12,7 @@ import math
 import os
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -92,7 +93,7 @@ class CatalogFolder:
             found = (self.document(document_id) / MANIFEST_FILE).stat()
         except OSError:
             return None
-        return found.st_ino, found.st_mtime_ns, found.st_size
+        return (found.st_ino, found.st_mtime_ns, found.st_size) if stat.S_ISREG(found.st_mode) else None
 
     def entries(self) -> list[CatalogEntry]:
         """Every document that is not marked, by name and then id; what cannot be read is logged and left out."""
@@ -146,8 +147,23 @@ class CatalogFolder:
         with self._locked():
             if self.stamp(document_id) != stamp:
                 return None
-            mark.unlink(missing_ok=True)
+            if mark.exists():  # else there is nothing to change, and the catalog may be on a medium that is read only
+                mark.unlink(missing_ok=True)
             return self._entry(document_id)
+
+    def make_room(self, document_id: str) -> None:
+        """Clear away what stands in a document's place and is no archive: one that lost its manifest, a file, a link.
+
+        Nobody can read it, and a new archive could not be put there.
+        """
+        path = self.document(document_id)
+        if self.stamp(document_id) is not None or not os.path.lexists(path):
+            return
+        with self._locked():
+            rubble = os.path.lexists(path) and self.stamp(document_id) is None
+            aside = _put_aside(path) if rubble else None
+        if aside is not None:
+            _delete(aside)
 
     def remove(self, document_id: str) -> None:
         """Mark a document as removed.
@@ -159,7 +175,7 @@ class CatalogFolder:
         """
         path, mark = self.document(document_id), self._mark(document_id)
         with self._locked():
-            if mark.exists() or not path.is_dir():
+            if mark.exists() or not os.path.lexists(path):
                 raise self.not_found(document_id)
             self._removed.mkdir(exist_ok=True)
             mark.touch()
@@ -184,7 +200,7 @@ class CatalogFolder:
             stale = [found for found in self._temporary() if now - _last_change(found) >= _TEMPORARY_S]
             marks = [self._removed / name for name in _names(self._removed) if is_document_id(name)]
             due = [mark for mark in marks if now - _last_change(mark) >= grace_s]
-            doomed = {mark.name: self.document(mark.name) for mark in due if self.document(mark.name).exists()}
+            doomed = {mark.name: self.document(mark.name) for mark in due if os.path.lexists(self.document(mark.name))}
             n_bytes = sum(map(_size, (*doomed.values(), *stale)))
             result = GcResult(documents=tuple(sorted(doomed)), temporary=len(stale), bytes=n_bytes)
             if dry_run:
@@ -193,10 +209,7 @@ class CatalogFolder:
             for mark in due:
                 mark.unlink(missing_ok=True)
         for path in stale:  # without the lock: nobody else names these any more
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+            _delete(path)
         return result
 
     def _temporary(self) -> list[Path]:
@@ -276,6 +289,8 @@ def _names(folder: Path) -> list[str]:
         return sorted(found.name for found in folder.iterdir())
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise ConfigError(f"{str(folder)!r} of a catalog cannot be read: {error.strerror}") from error
 
 
 def _put_aside(path: Path) -> Path:
@@ -283,6 +298,14 @@ def _put_aside(path: Path) -> Path:
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
     path.rename(aside)
     return aside
+
+
+def _delete(path: Path) -> None:
+    """Delete a folder and what is in it, a file, or a link but not what it points to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _last_change(path: Path) -> float:
@@ -297,12 +320,14 @@ def _size(path: Path) -> int:
     total = 0
     for found in _below(path):
         with suppress(OSError):
-            total += 0 if found.is_dir() else found.lstat().st_size
+            total += 0 if found.is_dir() and not found.is_symlink() else found.lstat().st_size
     return total
 
 
 def _below(path: Path) -> Iterator[Path]:
     """`path` and everything in it, as far as it can be read; links are not followed."""
     yield path
+    if path.is_symlink():
+        return
     for folder, folders, files in os.walk(path):
         yield from (Path(folder, name) for name in (*folders, *files))

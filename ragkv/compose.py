@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from ragkv.architecture import ModelShape, model_shape
+from ragkv.architecture import ModelShape, check_length, model_shape
 from ragkv.attention import is_attached
 from ragkv.errors import ConfigError, ModelMismatchError
 from ragkv.inputs import padded_inputs, question_inputs
@@ -84,9 +84,10 @@ class Composition:
     positions
         ``consecutive``: one after another, as if their texts had been joined; together they must fit the model's
         context. ``reused``: all begin right behind the prefix, so that their total may exceed the context; the
-        question follows the longest.
+        question follows the longest. A sliding layer sees what stands within its window of the question, by position:
+        of documents that end well before the longest it then sees nothing.
     weighting
-        How much attention documents get against prefix and question.
+        How much attention documents get against prefix and question, in layers without a window.
     recomputed
         From `ragkv.repair.recompute`: first tokens of the documents that were computed again.
 
@@ -96,6 +97,8 @@ class Composition:
         If there are no documents, their layouts differ, or they do not fit the context.
     ModelMismatchError
         If they were opened for different model objects.
+    UnsupportedModelError
+        If a length-dependent RoPE does not reach over where they stand.
     """
 
     def __init__(
@@ -118,12 +121,7 @@ class Composition:
         self.shifts = tuple(accumulate(lengths[:-1], initial=0)) if positions == CONSECUTIVE else (0,) * len(lengths)
         self.n_tokens = self.prefix_tokens + max(map(sum, zip(self.shifts, lengths, strict=True)))
         self.n_context = self.prefix_tokens + sum(lengths)
-        longest = self.shape.max_positions
-        if len(lengths) > 1 and longest is not None and self.n_tokens >= longest:
-            raise ConfigError(
-                f"the documents are {self.n_tokens:,} tokens together and the model's context holds {longest:,}; give "
-                f"fewer, or put them all at the same positions (positions={REUSED!r})"
-            )
+        self._check_context()
         self._placed: dict[tuple[int, bool], PlacedLayer] = {}
         self._turns: dict[tuple[bool, int], torch.Tensor] = {}
         self._lock = threading.Lock()
@@ -158,14 +156,17 @@ class Composition:
 
     @property
     def recall(self) -> RecallPolicy:
-        """What is recalled unless a request says otherwise: the first document's policy."""
-        return self.documents[0].recall
+        """What is recalled unless a request says otherwise: the policy of the first document that has clusters."""
+        archived = (each.recall for each in self.documents if any(layer.recall is not None for layer in each.layers))
+        return next(archived, self.documents[0].recall)
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes that the documents hold in memory, each counted once, and those of recomputed tokens."""
+        """Bytes that the documents hold in memory, each counted once, and those of recomputed and moved tokens."""
         once = {id(document): document for document in self.documents}
-        extra = () if self.recomputed is None else self.recomputed.layers
+        extra = [] if self.recomputed is None else list(self.recomputed.layers)
+        if len(self.documents) > 1:
+            extra += [placed.parts[0].layer for placed in tuple(self._placed.values()) if placed.window is not None]
         return sum(document.resident_bytes for document in once.values()) + sum(
             layer.keys.nbytes + layer.values.nbytes for layer in extra
         )
@@ -205,6 +206,17 @@ class Composition:
                 f"the model's attention is {self.model.model.config._attn_implementation!r}, which would ignore the "
                 "archive; call ragkv.attach(model) first"
             )
+
+    def _check_context(self) -> None:
+        """Refuse documents that leave the question no position that the model knows."""
+        longest = self.shape.max_positions
+        if len(self.documents) > 1 and longest is not None and self.n_tokens >= longest:
+            if self.positions == REUSED:
+                found, cure = "with the longest document prefix and documents are", "leave that one out"
+            else:
+                found, cure = "prefix and documents are", f"give fewer, or put all at the same positions ({REUSED!r})"
+            raise ConfigError(f"{found} {self.n_tokens:,} tokens and the model's context holds {longest:,}; {cure}")
+        check_length(self.shape, self.n_tokens + 1)
 
     def _first_attended(self, place: int) -> int:
         """Position in its own archive of the first token attended of a document: the prefix is the first one's."""
@@ -285,7 +297,11 @@ def _check_fit_together(documents: Sequence[Document]) -> None:
     """Refuse documents that cannot stand behind one prefix."""
     if not documents:
         raise ConfigError("there are no documents to compose; give at least one")
+    if any(isinstance(document, Composition) for document in documents):
+        raise ConfigError("one of the documents is a composition; give the documents that it is of, one by one")
     first = documents[0]
+    if len(documents) == 1:
+        return  # tokens are read from disk on first use, and one document is asked without them
     prefix = first.tokens.ids[: first.prefix_tokens]
     for other in documents[1:]:
         if other.model.model is not first.model.model:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import torch
 
 from ragkv.compose import Composition, Document
+from ragkv.errors import ConfigError
 from ragkv.evidence_spans import DocumentEvidence, merge_passages
+from ragkv.layers import ArchivedLayer
 from ragkv.placed import PlacedLayer
 from ragkv.recall import BlockRecall, PartShare, places
 
@@ -19,12 +21,19 @@ class AttentionMass:
     """Adds up attention by document, layer and token; pass it as ``ArchiveCache(..., observer=AttentionMass(...))``.
 
     Counts the rows that answer tokens are predicted from: the last one of the question, and every one after it. For
-    one question at a time.
+    one question, which the model is given in one call, and its answer token by token.
+
+    Raises
+    ------
+    ConfigError
+        While it answers: if the cache is of other documents, or a later call has more than one token: a second question
+        of a batch, whose rows cannot be told apart from those of the first.
     """
 
     def __init__(self, composition: Composition) -> None:
         self._composition = composition
         self._documents: tuple[Document, ...] = composition.documents
+        self._begun: set[int] = set()
         self._total: dict[tuple[int, int], torch.Tensor] = {}
         self._last: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -32,6 +41,7 @@ class AttentionMass:
         """Add one block of rows of one layer (called by the attention function)."""
         if begins:
             self._settle(layer.index)
+            self._check_is_one_answer(layer, n_rows=recall.shares[0].held.shape[1])
         for place, share in enumerate(recall.shares[: len(self._documents)]):
             self._last[layer.index, place] = _row_mass(share)
         if len(recall.shares) > len(self._documents):
@@ -67,6 +77,23 @@ class AttentionMass:
             for document, weights in zip(self._documents, found, strict=True)
         )
 
+    def _check_is_one_answer(self, layer: PlacedLayer, *, n_rows: int) -> None:
+        """Refuse what would be counted for the wrong question or the wrong document."""
+        if layer.index in self._begun:
+            if n_rows > 1:
+                raise ConfigError(
+                    f"evidence is about one question, and {n_rows} tokens follow it at once; ask one question at a "
+                    "time, with a cache and an AttentionMass of its own"
+                )
+            return
+        self._begun.add(layer.index)
+        again = self._composition.recomputed
+        own = [(each.layers[layer.index], each.n_tokens) for each in self._documents]
+        own += [] if again is None else [(again.layers[layer.index], 0)]
+        held = [part.layer for part in layer.parts]
+        if len(own) != len(held) or not all(_is_of(*pair) for pair in zip(held, own, strict=True)):
+            raise ConfigError("the cache is of other documents than its AttentionMass; give both the same composition")
+
     def _add_recomputed(self, mass: torch.Tensor, index: int, place: int) -> None:
         """Tokens that were computed again count for the document that they are of."""
         again, rows = self._composition.recomputed, self._total.get((index, len(self._documents)))
@@ -82,6 +109,12 @@ class AttentionMass:
         for key in [key for key in self._last if key[0] == index]:
             rows = self._last.pop(key)
             self._total[key] = self._total[key] + rows if key in self._total else rows
+
+
+def _is_of(held: ArchivedLayer, own: tuple[ArchivedLayer, int]) -> bool:
+    """Whether a layer is that of a document, as it is or (`RecallPolicy.dense_layers`) with every token decoded."""
+    layer, n_tokens = own
+    return held is layer or (held.recall is None and held.keys.shape[1] == n_tokens)
 
 
 def _evidence(document: Document, weights: list[float]) -> DocumentEvidence:

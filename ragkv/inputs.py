@@ -28,6 +28,10 @@ def padded_inputs(
     model: LoadedModel, token_ids: Sequence[Sequence[int]], *, first_position: int
 ) -> dict[str, torch.Tensor]:
     """As `question_inputs`, from token ids."""
+    empty = next((row for row, ids in enumerate(token_ids) if len(ids) == 0), None)
+    if len(token_ids) == 0 or empty is not None:
+        found = "there are no questions" if empty is None else f"question {empty} has no tokens"
+        raise ConfigError(f"{found}; give at least one question, and each at least one token")
     longest = max(len(ids) for ids in token_ids)
     device, tokenizer = model.model.device, model.tokenizer
     fill = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,10 @@ from ragkv.errors import ConfigError
 DOCUMENT_SLOT = "{document}"
 QUESTION_SLOT = "{question}"
 _SEAM_CHARS = 256
+INCOMPLETE = "\ufffd"
+"""What decoding gives for a character whose last bytes are still to come."""
+
+_LONGEST_CHARACTER = 8  # tokens; text that really holds the replacement character must not be waited for
 _ONE_CALL = threading.Lock()  # a tokenizer call sets whether special tokens are split, on the tokenizer itself
 
 PLAIN_PREFIX = "Read the document, then answer the question about it.\n\n"
@@ -164,6 +169,27 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str, *, split_special_tokens:
     with _ONE_CALL:
         encoded = tokenizer(text, add_special_tokens=False, split_special_tokens=split_special_tokens)
     return list(encoded["input_ids"])
+
+
+def decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """The text of token ids, as it is: no spaces are cleaned up."""
+    return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+
+def decoded_spans(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:
+    """The text of token ids and the character offsets of each, where those of the original text are of no use.
+
+    Tokens that are parts of one character all have the whole of it.
+    """
+    text, spans, begun, anchor = "", [], 0, list[int]()
+    for place in range(1, len(ids) + 1):
+        group = ids[begun:place]
+        piece = decoded(tokenizer, [*anchor, *group])[len(decoded(tokenizer, anchor)) :]  # a space may lead a word
+        if piece.endswith(INCOMPLETE) and place < len(ids) and len(group) < _LONGEST_CHARACTER:
+            continue
+        spans += [(len(text), len(text) + len(piece))] * len(group)
+        text, begun, anchor = text + piece, place, list(group[-1:])
+    return text, spans
 
 
 def document_sha256(document: str) -> str:

@@ -101,9 +101,9 @@ def read_rows(path: Path) -> Rows:
     )
 
 
-def read_positions(path: Path) -> torch.Tensor:
-    """The position of every row of a row file, (n_rows,) int64; nothing else of it is read."""
-    column = pq.read_table(path, columns=["position"]).column("position")
+def read_positions(mapped: torch.Tensor) -> torch.Tensor:
+    """The position of every row of a mapped row file, (n_rows,) int64; nothing else of it is read."""
+    column = pq.read_table(pa.BufferReader(pa.py_buffer(mapped.numpy())), columns=["position"]).column("position")
     return torch.from_numpy(column.to_numpy().astype(np.int64))
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import Cache, PreTrainedTokenizerBase
 from transformers.generation import BaseStreamer, StoppingCriteria
 
-_INCOMPLETE = "\ufffd"  # what decoding gives for a character whose last bytes are still to come
+from ragkv.layout import INCOMPLETE
 
 
 class AnswerStreamer(BaseStreamer):
@@ -47,7 +47,7 @@ class AnswerStreamer(BaseStreamer):
             self.prefilled_tokens = self._cache.get_seq_length()
         self.token_ids += value.reshape(-1).tolist()
         self._read()
-        if not self.text.endswith(_INCOMPLETE):
+        if not self.text.endswith(INCOMPLETE):
             self._show(self._settled)
 
     def end(self) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import normalizers
 
-from ragkv import Archive, ArchiveCache
+from ragkv import Archive, ArchiveCache, PromptLayout, build_archive
 from ragkv.answer import ask
 from ragkv.compose import Composition, Document
 from ragkv.errors import ConfigError
@@ -16,8 +18,9 @@ from ragkv.evidence import AttentionMass
 from ragkv.policy import RecallPolicy
 from ragkv.prefilled import prefill_document
 from ragkv.repair import recompute
-from tests.archives import CODED, DOCUMENT, EVERYTHING, QUESTIONS, SMALL, archive_of
+from tests.archives import CODED, DOCUMENT, EVERYTHING, QUESTIONS, SMALL, archive_of, loaded
 from tests.dense import stock_copy
+from tests.tiny import tiny_tokenizer
 
 N_NEW = 4
 TEXTS = (DOCUMENT[:700], "Agnes Moore kept the lighthouse.", DOCUMENT[700:1500])
@@ -162,6 +165,37 @@ def test_offsets_follow_the_text_where_a_tokenizer_changes_it(tmp_path: Path) ->
     changed: Archive = Archive(archive.path, other, archive.model, archive.layers)
     assert changed.text == TEXTS[0]
     assert [changed.text[start:end] for start, end in changed.spans] == [TEXTS[0][s:e] for s, e in archive.spans]
+
+
+def test_a_character_of_several_tokens_is_whole_where_a_tokenizer_changes_texts(tmp_path: Path) -> None:
+    """An accent that the tokenizer composes: its text is another, and emoji of four tokens each stay emoji."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    model = dataclasses.replace(loaded("llama"), tokenizer=tokenizer)
+    document = "cafe\u0301 \U0001f600\U0001f600 of more. " * 20
+    build_archive(model, document, tmp_path / "archive", recipe=SMALL, layout=PromptLayout.plain())
+    archive = Archive.open(tmp_path / "archive", model)
+    assert archive.text == document.replace("e\u0301", "\u00e9")
+    starts = [start for start, _ in archive.spans]
+    assert starts == sorted(starts)
+    assert {archive.text[start:end] for start, end in archive.spans} >= {"\U0001f600"}
+    assert all("\ufffd" not in archive.text[start:end] for start, end in archive.spans)
+
+
+def test_an_open_archive_needs_its_files_no_more(tmp_path: Path) -> None:
+    archive = archive_of(tmp_path / "archive", document=TEXTS[0])
+    expected = ask(archive_of(tmp_path / "other", document=TEXTS[0]), QUESTIONS[1], max_new_tokens=4, evidence=True)
+    shutil.rmtree(tmp_path / "archive")
+    found = ask(archive, QUESTIONS[1], max_new_tokens=4, evidence=True)
+    assert found.text == expected.text
+    assert found.evidence[0].spans == expected.evidence[0].spans
+    assert ask(archive, QUESTIONS[1], max_new_tokens=4, policy=RecallPolicy(dense_layers=(0, 1, 2))).text
+
+
+def test_a_question_beyond_the_context_is_refused(tmp_path: Path) -> None:
+    archive = archive_of(tmp_path / "archive", document=TEXTS[0])
+    with pytest.raises(ConfigError, match="the documents leave"):
+        ask(archive, "Who? " * 3000)
 
 
 def test_generation_ends_when_nobody_wants_the_rest(tmp_path: Path) -> None:

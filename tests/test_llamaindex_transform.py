@@ -10,19 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llama_index.core import Document
+from llama_index.core import Document, StorageContext, VectorStoreIndex, load_index_from_storage
 from llama_index.core.ingestion import IngestionCache, IngestionPipeline
 from llama_index.core.ingestion.pipeline import DocstoreStrategy, get_transformation_hash
-from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.node_parser import HierarchicalNodeParser, SentenceSplitter, get_leaf_nodes
+from llama_index.core.retrievers import AutoMergingRetriever
 from llama_index.core.schema import BaseNode, MetadataMode, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
+from llama_index.core.vector_stores import SimpleVectorStore
 
 from ragkv import PromptLayout
 from ragkv.catalog import Catalog
 from ragkv.errors import ConfigError
-from ragkv.llamaindex import DOCUMENT_KEY, ArchiveTransform
+from ragkv.llamaindex import DOCUMENT_KEY, ArchiveTransform, RagKVQueryEngine
 from tests.archives import CODED, loaded
-from tests.llamaindex_helpers import NAMES, TEXTS, fresh, hooked, make_catalog
+from tests.llamaindex_helpers import NAMES, QUESTION, TEXTS, WordEmbedding, fresh, hooked, make_catalog, text_nodes
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -185,3 +187,67 @@ def test_an_async_pipeline_archives_in_another_thread(tmp_path: Path) -> None:
     assert set(ids_of(nodes)) == {entry.id for entry in catalog.entries()}
     assert threads
     assert threading.get_ident() not in threads
+
+
+def long_documents() -> list[Document]:
+    return [
+        Document(text=text * 3, id_=f"doc-{place}", metadata={"file_name": NAMES[place]})
+        for place, text in enumerate(TEXTS)
+    ]
+
+
+@pytest.mark.parametrize("in_front", [False, True])
+def test_merged_parents_are_served_from_archives(catalog: Catalog, in_front: bool) -> None:
+    parser = HierarchicalNodeParser.from_defaults(chunk_sizes=[256, 64], chunk_overlap=0)
+    transform = ArchiveTransform(catalog)
+    all_nodes = parser(list(transform(long_documents()))) if in_front else list(transform(parser(long_documents())))
+    store = SimpleDocumentStore()
+    store.add_documents(all_nodes)
+    context = StorageContext.from_defaults(docstore=store)
+    index = VectorStoreIndex(get_leaf_nodes(all_nodes), storage_context=context, embed_model=WordEmbedding())
+    retriever = AutoMergingRetriever(index.as_retriever(similarity_top_k=4), context, simple_ratio_thresh=0.1)
+    response = RagKVQueryEngine.from_args(retriever, catalog, max_new_tokens=2).query(QUESTION)
+    leaves = {node.node_id for node in get_leaf_nodes(all_nodes)}
+    assert any(source.node.node_id not in leaves for source in response.source_nodes)
+    assert response.metadata["ragkv"]["on_missing"]["prefilled"] == 0
+
+
+def test_a_pipeline_that_upserts_archives_what_changed(catalog: Catalog) -> None:
+    pipeline = IngestionPipeline(
+        transformations=[ArchiveTransform(catalog), SentenceSplitter(chunk_size=128, chunk_overlap=0), WordEmbedding()],
+        docstore=SimpleDocumentStore(),
+        docstore_strategy=DocstoreStrategy.UPSERTS,
+        vector_store=SimpleVectorStore(),
+    )
+    documents = long_documents()
+    assert len(pipeline.run(documents=documents)) > 3
+    assert pipeline.run(documents=documents) == []
+    documents[0] = Document(text="Changed. " + TEXTS[0], id_="doc-0", metadata={"file_name": NAMES[0]})
+    changed = pipeline.run(documents=documents)
+    assert {node.ref_doc_id for node in changed} == {"doc-0"}
+    assert {node.metadata[DOCUMENT_KEY] for node in changed} == {catalog.document_id(documents[0].text)}
+    assert len(catalog.entries()) == 4
+
+
+def test_a_stored_index_and_cache_serve_whoever_opens_the_catalog(catalog: Catalog, tmp_path: Path) -> None:
+    cache = IngestionCache()
+    nodes = IngestionPipeline(transformations=[ArchiveTransform(catalog)], cache=cache).run(documents=text_nodes())
+    index = VectorStoreIndex(nodes, embed_model=WordEmbedding())
+    index.storage_context.persist(str(tmp_path / "index"))
+    cache.persist(str(tmp_path / "cache.json"))
+    expected = RagKVQueryEngine.from_args(index.as_retriever(), catalog, max_new_tokens=4).query(QUESTION)
+
+    model = fresh()
+    opened = Catalog.open(catalog.path, model)
+    again = IngestionCache.from_persist_path(str(tmp_path / "cache.json"))
+    context = StorageContext.from_defaults(persist_dir=str(tmp_path / "index"))
+    stored = load_index_from_storage(context, embed_model=WordEmbedding())
+    with hooked(model, lambda _call: None) as calls:
+        assert (
+            IngestionPipeline(transformations=[ArchiveTransform(opened)], cache=again).run(documents=text_nodes())
+            == nodes
+        )
+    assert calls == []
+    response = RagKVQueryEngine.from_args(stored.as_retriever(), opened, max_new_tokens=4).query(QUESTION)
+    assert str(response) == str(expected)
+    assert response.metadata["ragkv"]["on_missing"]["served"] == 2

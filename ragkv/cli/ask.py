@@ -18,6 +18,7 @@ from ragkv.cli.compose_options import (
     ScaleOption,
     TemperatureOption,
     archive_folders,
+    check_compose_options,
     compose,
 )
 from ragkv.cli.output import format_bytes, out, print_json
@@ -49,7 +50,11 @@ def ask(
     scale: ScaleOption = 1.0,
     recompute: RecomputeOption = 0,
     mode: Annotated[
-        str, typer.Option(help="recall: answer from the archive. dense: prefill the text again, to compare.")
+        str,
+        typer.Option(
+            help="recall: answer from the archive. dense: prefill the text again, of several archives joined, to "
+            "compare."
+        ),
     ] = "recall",
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 64,
     stream: Annotated[bool, typer.Option("--stream", help="Print the answer while it is generated.")] = False,
@@ -84,6 +89,7 @@ def ask(
     from ragkv.placed import Weighting
 
     check_options(budget=budget, mode=mode, max_new_tokens=max_new_tokens, question=question)
+    check_compose_options(positions=positions, recompute=recompute)
     weighting = Weighting(temperature, scale)
     folders = archive_folders(archive, catalog, document)
     manifests = [read_manifest(path) for path in folders]
@@ -103,7 +109,15 @@ def ask(
         sys.stdout.flush()
 
     with progress() as bar:
-        composition = compose(folders, loaded, positions=positions, weighting=weighting, recompute=recompute, bar=bar)
+        composition = compose(
+            folders,
+            loaded,
+            catalog=catalog,
+            positions=positions,
+            weighting=weighting,
+            recompute=recompute if mode == "recall" else 0,  # a dense prefill computes all of them again
+            bar=bar,
+        )
         answer = answer_question(
             composition,
             question,

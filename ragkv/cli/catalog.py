@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -62,8 +63,8 @@ def add(
     """Add documents to a catalog; makes the catalog if there is none, which needs --model.
 
     A text that is in the catalog already is left as it is, under the name it was first added by, so an interrupted run
-    can simply be repeated; one that was removed comes back without being built. Recipe and layout are the catalog's:
-    given again, they must be the same. A document that fails does not stop the others.
+    can simply be repeated; one that was removed comes back without being built, under the name it had. Recipe and
+    layout are the catalog's: given again, they must be the same. A document that fails does not stop the others.
 
     \b
     Examples:
@@ -77,17 +78,19 @@ def add(
         raise ConfigError("two files have the same name, and with --replace the second would remove the first")
     documents = [(path, read_text(path)) for path in files]  # before the model, so that a wrong name costs nothing
     into = _open_to_add(folder, model, settings, layout=layout, dtype=dtype, device=device)
-    rows, faults = [], []
+    rows: list[dict[str, Any]] = []
+    faults: list[dict[str, str]] = []
     for path, text in documents:
         try:
-            rows.append(_add_one(into, path, text, replace=replace))
+            kept = {row["id"] for row in rows}  # a text may be in under the name of a file that has another text now
+            rows.append(_add_one(into, path, text, kept=kept if replace else None))
         except RagkvError as error:
             faults.append({"file": str(path), "error": " ".join(str(error).split())})
+        else:
+            if not as_json:
+                _show_added(rows[-1])
     if as_json:
         print_json({"catalog": str(folder), "documents": rows, "failed": faults})
-    else:
-        for row in rows:
-            _show_added(row)
     _end(faults, "file")
 
 
@@ -227,11 +230,14 @@ def _open_to_add(
     return Catalog.create(folder, loaded, layout=chosen, recipe=recipe)
 
 
-def _add_one(into: Catalog, path: Path, text: str, *, replace: bool) -> dict[str, Any]:
+def _add_one(into: Catalog, path: Path, text: str, *, kept: set[str] | None) -> dict[str, Any]:
+    """Add one file; with `kept`, other documents of its name are removed, but not these ids."""
     name = path.name.encode("utf-8", "replace").decode()  # a file name need not be UTF-8, the archive's name is
     with progress(path.name) as report:
         entry = into.add(text, name=name, on_progress=report)
-    replaced = [old.id for old in into.entries() if old.name == name and old.id != entry.id] if replace else []
+    replaced = []
+    if kept is not None:
+        replaced = [old.id for old in into.entries() if old.name == name and old.id not in {entry.id, *kept}]
     for old in replaced:
         into.remove(old)
     return {"file": str(path), **_row(entry), "built": entry.built, "replaced": replaced}
@@ -245,7 +251,7 @@ def _show_added(row: dict[str, Any]) -> None:
     state = "built" if row["built"] else "already there"
     instead = f", instead of {', '.join(old[:ID_SHOWN] for old in row['replaced'])}" if row["replaced"] else ""
     out.print(
-        f"{row['id'][:ID_SHOWN]}  {row['name']}: {row['tokens']:,} tokens, {format_bytes(row['bytes'])}, "
+        f"{row['id'][:ID_SHOWN]}  {_on_one_line(row['name'])}: {row['tokens']:,} tokens, {format_bytes(row['bytes'])}, "
         f"{state}{instead}",
         markup=False,
         soft_wrap=True,
@@ -263,13 +269,24 @@ def _show_table(entries: list[CatalogEntry]) -> None:
     table.add_column("tokens", justify="right", no_wrap=True)
     table.add_column("size", justify="right", no_wrap=True)
     for entry in entries:
-        table.add_row(entry.id[:ID_SHOWN], Text(entry.name), f"{entry.tokens:,}", format_bytes(entry.bytes))
+        table.add_row(
+            entry.id[:ID_SHOWN], Text(_on_one_line(entry.name)), f"{entry.tokens:,}", format_bytes(entry.bytes)
+        )
     out.print(table)
+
+
+def _on_one_line(name: str) -> str:
+    """A name without what would break the line or reach the terminal as a command: a file name may hold anything."""
+    return "".join(
+        repr(char)[1:-1] if unicodedata.category(char) in ("Cc", "Zl", "Zp", "Cs") else char for char in name
+    )
 
 
 def _end(faults: list[dict[str, str]], subject: str) -> None:
     """Say what failed, on stderr, and end with exit code 2 if anything did."""
     for fault in faults:
-        err.print(f"error: {fault[subject]}: {fault['error']}", markup=False, soft_wrap=True)
+        err.print(
+            f"error: {_on_one_line(fault[subject])}: {_on_one_line(fault['error'])}", markup=False, soft_wrap=True
+        )
     if faults:
         raise typer.Exit(2)

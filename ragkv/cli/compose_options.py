@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ragkv.cli.common import Report
-from ragkv.errors import ConfigError
+from ragkv.errors import ConfigError, ModelMismatchError
 
 if TYPE_CHECKING:
+    from ragkv.archive import Archive
     from ragkv.compose import Composition
+    from ragkv.fingerprint import Fingerprint
     from ragkv.models import LoadedModel
     from ragkv.placed import Weighting
 
@@ -42,19 +44,30 @@ ScaleOption = Annotated[
     float, typer.Option(help="Power that the documents' attention mass is raised to: below 1 lessens it.")
 ]
 RecomputeOption = Annotated[
-    int, typer.Option(help="Compute the first tokens of all archives but the first again; 0 for none.")
+    int,
+    typer.Option(
+        help="Compute so many first tokens of all archives but the first again; 0 for none. Needs archives whose "
+        "recipe has sink_tokens of prefix and these."
+    ),
 ]
 
 
 def archive_folders(archives: list[Path] | None, catalog: Path | None, documents: list[str] | None) -> list[Path]:
     """The folders to open, from the options that name archives or documents of a catalog."""
-    if (archives is None) == (catalog is None):
+    from ragkv.catalog import Catalog
+    from ragkv.catalog_head import CATALOG_FILE
+
+    if archives is not None and catalog is not None:
+        raise ConfigError("give --archive or --catalog, not both")
+    if archives is None and catalog is None:
         raise ConfigError("give --archive with a folder of 'ragkv build', or --catalog with one of 'ragkv catalog add'")
     if archives is not None:
         if documents:
             raise ConfigError("--document names documents of a catalog; give --catalog, or leave it out")
+        for folder in archives:
+            if (folder / CATALOG_FILE).is_file():
+                raise ConfigError(f"--archive is {str(folder)!r}, a catalog; give it as --catalog")
         return archives
-    from ragkv.catalog import Catalog
 
     opened = Catalog.open(catalog or Path())
     entries = [opened.entry(word) for word in documents] if documents else opened.entries()
@@ -63,28 +76,65 @@ def archive_folders(archives: list[Path] | None, catalog: Path | None, documents
     return [entry.path for entry in entries]
 
 
+def check_compose_options(*, positions: str, recompute: int) -> None:
+    """Refuse what no composition can do, before anything is loaded."""
+    from ragkv.compose import CONSECUTIVE, POSITIONS
+
+    if positions not in POSITIONS:
+        raise ConfigError(f"--positions is {positions!r}; give one of {', '.join(POSITIONS)}")
+    if recompute < 0:
+        raise ConfigError(f"--recompute is {recompute}; give a number of tokens, or 0 for none")
+    if recompute and positions != CONSECUTIVE:
+        raise ConfigError(f"--recompute needs --positions {CONSECUTIVE}, and {positions!r} was given; leave one out")
+
+
 def compose(
     paths: Sequence[Path],
     model: LoadedModel,
     *,
+    catalog: Path | None,
     positions: str,
     weighting: Weighting,
     recompute: int,
     bar: Report,
 ) -> Composition:
-    """Open archives, each folder once, and put them together in the order given."""
-    from ragkv.archive import Archive
+    """Open archives, or the documents of a catalog, each folder once, and put them together in the order given."""
+    from ragkv.catalog import Catalog
     from ragkv.compose import Composition
-    from ragkv.fingerprint import fingerprint
     from ragkv.repair import recompute as recompute_heads
 
-    if recompute < 0:
-        raise ConfigError(f"--recompute is {recompute}; give a number of tokens, or 0 for none")
-    known = fingerprint(model.model, model.tokenizer, model.model.dtype) if len(set(paths)) > 1 else None
-    opened = {path: Archive.open(path, model, known=known) for path in dict.fromkeys(paths)}
+    folders = tuple(dict.fromkeys(paths))
+    if catalog is None:
+        opened = _open_archives(folders, model)
+    else:
+        into = Catalog.open(catalog, model)
+        opened = {path: into.archive(path.name) for path in folders}
     composition = Composition([opened[path] for path in paths], positions=positions, weighting=weighting)
     if recompute and len(paths) > 1:
         composition = recompute_heads(
             composition, recompute, on_progress=lambda done, total: bar("recomputing", done, total)
         )
     return composition
+
+
+def _open_archives(folders: Sequence[Path], model: LoadedModel) -> dict[Path, Archive]:
+    """Open archives; of several, the model's weights are hashed once for each dtype that they hold."""
+    import torch
+
+    from ragkv.archive import Archive
+    from ragkv.fingerprint import fingerprint
+    from ragkv.manifest import read_manifest
+
+    if len(folders) == 1:
+        return {folder: Archive.open(folder, model) for folder in folders}
+    known: dict[str, Fingerprint] = {}
+    opened = {}
+    for folder in folders:
+        dtype = read_manifest(folder).fingerprint.dtype
+        if dtype not in known:
+            known[dtype] = fingerprint(model.model, model.tokenizer, getattr(torch, dtype))
+        try:
+            opened[folder] = Archive.open(folder, model, known=known[dtype])
+        except ModelMismatchError as error:  # which of them, is what to know
+            raise ModelMismatchError(f"{str(folder)!r}: {error}") from error
+    return opened

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,9 @@ from ragkv.errors import (
     ArchiveNotFoundError,
     ConfigError,
     ModelMismatchError,
+    NonFiniteError,
     RagkvError,
+    UnsupportedModelError,
 )
 from ragkv.llamaindex.streaming import ShouldStop, Stopped, stop_check
 from ragkv.models import LoadedModel
@@ -116,9 +118,24 @@ def loaded_model(catalog: Catalog) -> LoadedModel:
 
 
 def node_text(node: BaseNode, metadata_mode: MetadataMode) -> str:
-    """What is archived of a node; empty where there is nothing but white space."""
+    """What is archived of a node; empty where there is nothing but white space.
+
+    The id of its archive is no part of it, whatever the mode: the text of a node has to be the same before and after.
+    """
+    if metadata_mode != MetadataMode.NONE and DOCUMENT_KEY in node.metadata:
+        rest = {key: value for key, value in node.metadata.items() if key != DOCUMENT_KEY}
+        node = node.model_copy(update={"metadata": rest})
     text = node.get_content(metadata_mode=metadata_mode)
     return text if text.strip() else ""
+
+
+@contextmanager
+def naming(node: BaseNode) -> Iterator[None]:
+    """Say of which node a text cannot be archived: there may be thousands."""
+    try:
+        yield
+    except (ConfigError, UnsupportedModelError, NonFiniteError) as error:
+        raise type(error)(f"node {node.node_id!r}: {error}") from error
 
 
 def document_name(node: BaseNode) -> str:
@@ -191,14 +208,16 @@ class _Finder:
         if not text:
             self._leave_out(node, error)
             return
-        own = self._catalog.document_id(text)
+        with naming(node):
+            own = self._catalog.document_id(text)
         found = self._look_up(node, own)
         error = error or found
         if error is not None:
             self.reasons[node.node_id] = _reason(error)
             log.info("node %r: its archive does not serve: %s", node.node_id, error)
         if found is not None:
-            self._stand_in(node, text, own, found)
+            with naming(node):
+                self._stand_in(node, text, own, found)
 
     def _named(self, node: BaseNode) -> RagkvError | None:
         """Look up the document that a node's metadata names; why it does not serve."""

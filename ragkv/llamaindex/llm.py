@@ -40,6 +40,7 @@ from ragkv.architecture import check_length, model_shape
 from ragkv.compose import Composition, Document
 from ragkv.errors import ConfigError
 from ragkv.layout import prefix_ids
+from ragkv.llamaindex.copies import HoldsModel
 from ragkv.llamaindex.streaming import (
     Finished,
     OnText,
@@ -54,7 +55,7 @@ from ragkv.prefilled import PrefilledDocument
 from ragkv.streamer import AnswerStreamer
 
 
-class RagKVLLM(CustomLLM):
+class RagKVLLM(HoldsModel, CustomLLM):
     """Greedy completion with a loaded model.
 
     With a `source` the prompt is a question about it, answered by recall, under the layout that the source was built
@@ -245,6 +246,12 @@ class RagKVLLM(CustomLLM):
         """Tokens of a prompt, as those of a layout's prefix: one BOS, and special tokens are what they say."""
         if not text:
             raise ConfigError("the prompt is empty; ask something")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"the prompt is not valid text: character {error.start} is half a surrogate pair; decode it as UTF-8"
+            ) from error
         ids = prefix_ids(self._model.tokenizer, text)
         shape = model_shape(self._model.model.config)
         if shape.max_positions is not None and len(ids) >= shape.max_positions:

@@ -15,8 +15,10 @@ from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
 from llama_index.core.settings import Settings
 
+from ragkv.answer import check_options
 from ragkv.catalog import Catalog
 from ragkv.compose import CONSECUTIVE
+from ragkv.llamaindex.copies import PlainHoldsModel
 from ragkv.llamaindex.documents import PREFILL
 from ragkv.llamaindex.streaming import in_thread
 from ragkv.llamaindex.synthesizer import RagKVSynthesizer
@@ -26,7 +28,7 @@ from ragkv.policy import RecallPolicy
 dispatcher = instrument.get_dispatcher(__name__)
 
 
-class RagKVQueryEngine(BaseQueryEngine):
+class RagKVQueryEngine(PlainHoldsModel, BaseQueryEngine):
     """Retrieves nodes and answers from their archives.
 
     ``aquery`` retrieves in a thread as well, because embeddings that are computed on this machine would block the event
@@ -139,6 +141,7 @@ class RagKVQueryEngine(BaseQueryEngine):
 
     @dispatcher.span
     def _query(self, query_bundle: QueryBundle) -> RESPONSE_TYPE:
+        check_options(question=query_bundle.query_str)  # before a retriever embeds nothing
         with self.callback_manager.event(
             CBEventType.QUERY, payload={EventPayload.QUERY_STR: query_bundle.query_str}
         ) as event:
@@ -148,6 +151,7 @@ class RagKVQueryEngine(BaseQueryEngine):
 
     @dispatcher.span
     async def _aquery(self, query_bundle: QueryBundle) -> RESPONSE_TYPE:
+        check_options(question=query_bundle.query_str)  # before a retriever embeds nothing
         with self.callback_manager.event(
             CBEventType.QUERY, payload={EventPayload.QUERY_STR: query_bundle.query_str}
         ) as event:

@@ -25,10 +25,12 @@ from llama_index.core.response_synthesizers import BaseSynthesizer
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, QueryType, TextNode
 from llama_index.core.types import RESPONSE_TEXT_TYPE, TokenAsyncGen, TokenGen
 
+from ragkv.answer import check_options
 from ragkv.catalog import Catalog
 from ragkv.compose import CONSECUTIVE, Composition
 from ragkv.errors import ConfigError
 from ragkv.layout import data_ids
+from ragkv.llamaindex.copies import PlainHoldsModel
 from ragkv.llamaindex.documents import PREFILL, Resolution, loaded_model, resolve
 from ragkv.llamaindex.llm import RagKVLLM
 from ragkv.llamaindex.options import AnswerOptions
@@ -62,7 +64,7 @@ class _Request:
         self.metadata[METADATA_KEY].update(usage=completion.raw["usage"], **report)
 
 
-class RagKVSynthesizer(BaseSynthesizer):
+class RagKVSynthesizer(PlainHoldsModel, BaseSynthesizer):
     """Answers a question from the archives of retrieved nodes: of their text nothing is prefilled, unless it must be.
 
     For ``RetrieverQueryEngine(retriever, response_synthesizer=...)``. ``response.metadata["ragkv"]`` says what the
@@ -195,22 +197,22 @@ class RagKVSynthesizer(BaseSynthesizer):
     def get_response(self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any) -> RESPONSE_TEXT_TYPE:
         """Answer from texts without nodes: each by the archive of its text, if there is one."""
         _refuse(response_kwargs)
-        nodes = _as_nodes(text_chunks)
+        question, nodes = _question(query_str), _as_nodes(text_chunks)
         request = self._request(nodes, nodes)
         if request is None:
             return self._empty_response_generator() if self._streaming else self._empty_response
-        return _tokens(request, query_str) if self._streaming else _answer(request, query_str)
+        return _tokens(request, question) if self._streaming else _answer(request, question)
 
     async def aget_response(
         self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any
     ) -> RESPONSE_TEXT_TYPE:
         """As `get_response`, without blocking the event loop."""
         _refuse(response_kwargs)
-        nodes = _as_nodes(text_chunks)
+        question, nodes = _question(query_str), _as_nodes(text_chunks)
         request = await in_thread(lambda should_stop: self._request(nodes, nodes, should_stop))
         if request is None:
             return self._empty_response_agenerator() if self._streaming else self._empty_response
-        return _atokens(request, query_str) if self._streaming else await _aanswer(request, query_str)
+        return _atokens(request, question) if self._streaming else await _aanswer(request, question)
 
     def _get_prompts(self) -> dict[str, Any]:
         """None: the catalog's layout is the prompt, and its beginning is in every archive."""
@@ -307,7 +309,10 @@ async def _atokens(request: _Request, question: str) -> TokenAsyncGen:
 
 
 def _question(query: QueryType) -> str:
-    return query.query_str if isinstance(query, QueryBundle) else query
+    """The text of a query, refused before anything is prefilled or built for it if it is empty."""
+    question = query.query_str if isinstance(query, QueryBundle) else query
+    check_options(question=question)
+    return question
 
 
 def _as_nodes(texts: Sequence[str]) -> list[NodeWithScore]:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.schema import BaseNode, MetadataMode, TransformComponent
 
 from ragkv.catalog import Catalog
-from ragkv.errors import ConfigError
-from ragkv.llamaindex.documents import DOCUMENT_KEY, document_name, loaded_model, node_text
+from ragkv.llamaindex.copies import HoldsModel
+from ragkv.llamaindex.documents import DOCUMENT_KEY, document_name, loaded_model, naming, node_text
 from ragkv.llamaindex.streaming import ShouldStop, in_thread, stop_check
 
 log = logging.getLogger(__name__)
 
 
-class ArchiveTransform(TransformComponent):
+class ArchiveTransform(HoldsModel, TransformComponent):
     """Archives the text of each node and notes the archive's id in its metadata, unseen by embeddings and prompts.
 
     In front of a node parser it archives whole documents, whose chunks inherit the id; behind it, chunks. The nodes
@@ -69,13 +69,6 @@ class ArchiveTransform(TransformComponent):
         """The name that stands in the key of a pipeline's cache."""
         return "ArchiveTransform"
 
-    def __getstate__(self) -> NoReturn:
-        """Refuse to be pickled: half a transform in a worker process would archive nothing."""
-        raise ConfigError(
-            "ArchiveTransform holds an open catalog and its model and cannot be sent to another process; run the "
-            "pipeline without num_workers"
-        )
-
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """Archive `nodes` and return copies that name their archives; what else a pipeline passes is not used."""
         return self._archive(nodes, None)
@@ -90,7 +83,8 @@ class ArchiveTransform(TransformComponent):
         for done, node in enumerate(nodes, start=1):
             text = node_text(node, self.metadata_mode)
             if text:
-                entry = self._catalog.add(text, name=document_name(node), on_progress=check)
+                with naming(node):
+                    entry = self._catalog.add(text, name=document_name(node), on_progress=check)
                 archived.append(_with_id(node, entry.id))
             else:
                 log.warning("node %r has no text and is not archived", node.node_id)
