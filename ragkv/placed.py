@@ -6,7 +6,6 @@ q with a key at p depend on q - p alone, so that a query turned back by d sees t
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -15,6 +14,8 @@ import torch
 
 from ragkv.errors import ConfigError
 from ragkv.layers import ArchivedLayer, RecallTables
+
+_LEAST_WEIGHT, _MOST_WEIGHT = 0.01, 100  # beyond, logits leave what float32 and a softmax can tell apart
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,10 @@ class Weighting:
 
     def __post_init__(self) -> None:
         for name, value in (("temperature", self.temperature), ("scale", self.scale)):
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"weighting: {name} is {value!r}; give a number above 0, 1 for none")
+            if not _LEAST_WEIGHT <= value <= _MOST_WEIGHT:
+                raise ConfigError(
+                    f"weighting: {name} is {value!r}; give a number from {_LEAST_WEIGHT} to {_MOST_WEIGHT}, 1 for none"
+                )
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ragkv.errors import ArchiveCorruptError, ConfigError
+from ragkv.errors import ArchiveCorruptError, ConfigError, RagkvError
 from ragkv.manifest import MANIFEST_FILE, FileEntry, Manifest
 
 _BLOCK = 1 << 20
@@ -36,6 +36,11 @@ def staging(path: Path, keep: Callable[[Path], bool] | None = None) -> Iterator[
         folder.chmod(0o755)
         yield folder
         _replace(folder, path, keep)
+    except RagkvError:
+        raise
+    except OSError as error:  # most often: the disk is full
+        why = " ".join((error.strerror or str(error)).split())
+        raise ConfigError(f"cannot write the archive {str(path)!r}: {why}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

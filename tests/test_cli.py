@@ -201,11 +201,12 @@ def test_a_report_is_a_page_with_question_answer_and_passages(archive: Path, tmp
     ("options", "said"),
     [
         (("--mode", "dense", "--report", "page.html"), "--report shows what was recalled"),
-        (("--report", "."), "a folder"),
+        (("--report", "."), "give the name of a file"),
+        (("--report", "nowhere/page.html"), "a folder that exists"),
         (("--recompute", -1), "--recompute is -1"),
         (("--recompute", 500), "sink_tokens"),
         (("--positions", "sideways"), "consecutive, reused"),
-        (("--scale", 0), "give a number above 0"),
+        (("--scale", 0), "give a number from 0.01"),
     ],
 )
 def test_options_that_cannot_be_used_are_one_sentence(

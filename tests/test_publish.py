@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from ragkv.describe import describe_archive
 from ragkv.errors import ArchiveNotFoundError, ConfigError
 from ragkv.manifest import list_archives, read_manifest
 from ragkv.policy import RecallPolicy
+from ragkv.publish import staging
 from ragkv.verify import verify_archive
 from tests.archives import SMALL, archive_of, loaded
 from tests.forge import hashes, listing
@@ -50,9 +52,18 @@ def stop_midway(error: BaseException) -> Callable[[str, int, int], None]:
 # --- whole or not at all
 
 
-@pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt(), OSError(28, "No space left on device")])
-def test_a_build_that_stops_midway_leaves_nothing(error: BaseException, tmp_path: Path) -> None:
-    with pytest.raises(type(error)):
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (RuntimeError("boom"), RuntimeError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (OSError(28, "No space left on device"), ConfigError),
+    ],
+)
+def test_a_build_that_stops_midway_leaves_nothing(
+    error: BaseException, raised: type[BaseException], tmp_path: Path
+) -> None:
+    with pytest.raises(raised):
         build(tmp_path / "deep" / "a", on_progress=stop_midway(error))
     assert list((tmp_path / "deep").iterdir()) == []
 
@@ -261,3 +272,10 @@ def test_opening_asking_and_checking_write_nothing(tmp_path: Path) -> None:
     verify_archive(path)
     describe_archive(path)
     assert listing(tmp_path) == before
+
+
+def test_what_the_system_refuses_to_write_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(ConfigError, match=r"cannot write the archive .*No space left"), staging(tmp_path / "archive"):
+        raise full
+    assert list(tmp_path.iterdir()) == []

@@ -81,8 +81,8 @@ def ask(
         raise ConfigError("--json prints one object at the end; leave out --stream")
     if report is not None and mode != "recall":
         raise ConfigError(f"--report shows what was recalled, and --mode is {mode!r}; leave one of them out")
-    if report is not None and report.is_dir():
-        raise ConfigError(f"--report is {str(report)!r}, a folder; give the name of a file")
+    if report is not None and (report.is_dir() or not report.absolute().parent.is_dir()):
+        raise ConfigError(f"--report is {str(report)!r}; give the name of a file in a folder that exists")
     from ragkv.answer import ask as answer_question
     from ragkv.answer import check_options
     from ragkv.manifest import read_manifest
@@ -102,6 +102,7 @@ def ask(
         mass=mass,
         pilot=pilot_layer,
     )
+    dtype = manifests[0].fingerprint.dtype if dtype is None and catalog is not None else dtype
     loaded = load(model or manifests[0].model_name, dtype, device)
 
     def show(text: str) -> None:
@@ -129,7 +130,7 @@ def ask(
             evidence=report is not None,
         )
     if report is not None:
-        write_report(report, question, answer, loaded.name)
+        write_report(report, question, answer, loaded.name, recomputed=sum(composition.recomputed_tokens))
     if as_json:
         print_json(answer.to_dict())
         return
@@ -139,8 +140,8 @@ def ask(
         out.print(f"where the answer looked: {report}", markup=False, style="dim", soft_wrap=True)
 
 
-def write_report(path: Path, question: str, answer: Answer, model: str) -> None:
-    """Write the page of an answer that carries evidence."""
+def write_report(path: Path, question: str, answer: Answer, model: str, *, recomputed: int = 0) -> None:
+    """Write the page of an answer that carries evidence; `recomputed` tokens of its documents were computed again."""
     from ragkv.answer_report import AnswerPage, render_answer
     from ragkv.page import write_page
     from ragkv.version import __version__
@@ -151,7 +152,8 @@ def write_report(path: Path, question: str, answer: Answer, model: str) -> None:
         ("KV resident", format_bytes(kv.resident)),
         ("KV on disk", format_bytes(kv.archive)),
         ("Tokens in the archives", f"{answer.archive_tokens:,}"),
-        ("Tokens prefilled", f"{answer.prefilled_tokens:,} (question only)"),
+        ("Question tokens prefilled", f"{answer.prefilled_tokens:,}"),
+        ("Document tokens computed", f"{recomputed:,}"),
         ("First token after", f"{answer.ttft_s:.2f} s"),
         ("Each further token", "none" if answer.tpot_s is None else f"{answer.tpot_s * 1e3:.0f} ms"),
         ("Attention estimated", f"{answer.unrecalled_mass:.0%}"),

@@ -81,7 +81,7 @@ def read_layout(path: Path) -> PromptLayout:
 def progress(title: str = "") -> Iterator[Report]:
     """Bars on stderr, one per stage: call the yielded function with (stage, done, total)."""
     bars = Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
