@@ -300,8 +300,6 @@ def _check_fit_together(documents: Sequence[Document]) -> None:
     if any(isinstance(document, Composition) for document in documents):
         raise ConfigError("one of the documents is a composition; give the documents that it is of, one by one")
     first = documents[0]
-    if len(documents) == 1:
-        return  # tokens are read from disk on first use, and one document is asked without them
     prefix = first.tokens.ids[: first.prefix_tokens]
     for other in documents[1:]:
         if other.model.model is not first.model.model:

@@ -264,5 +264,15 @@ def test_the_summary_is_by_hand() -> None:
     assert found.ranked_first.value == 0.25
     assert found.mrr.value == pytest.approx((1 + 3 * 0.5) / 4)
     assert found.mrr.standard_error == pytest.approx(math.sqrt(0.25 * 0.75) * 0.5 / 2)
+    assert (found.hit_if_answered, found.n_answered) == (None, 0)
     (without,) = summarise_evidence([replace(hit, largest=None)])
     assert without.largest is None
+
+
+def test_hits_of_answered_questions_are_counted_apart() -> None:
+    hit = replace(looked_at(Found(1, 0, 9, 0.2), scores=(0.1, 0.9), shares=(0.1, 0.9)), answer="a bag of salt")
+    missed = replace(looked_at(Found(0, 0, 9, 0.2), scores=(0.9, 0.1), shares=(0.1, 0.9)), answer="salt")
+    wrong = replace(missed, answer="wool")
+    (found,) = summarise_evidence([hit, missed, wrong], {hit.question: ("a bag of salt",)})
+    assert found.n_answered == 2  # "salt" has an F1 of 0.5: articles do not count
+    assert found.hit_if_answered.value == 0.5

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,9 +18,12 @@ import torch
 
 from ragkv.errors import MissingExtraError
 from ragkv.evaluation.composition_cases import BREAK, Case, PoolDocument
+from ragkv.evaluation.metrics import METRICS
 from ragkv.evidence_spans import DocumentEvidence, Span, merge_passages, sentence_runs
 
 TOP = 3
+ANSWERED = 0.5
+"""F1 from which an answer counts as right."""
 """Passages that may hold the answer: as many as `merge_passages` gives of one document."""
 
 RECALL, DENSE, LEXICAL, EMBEDDING = "recall", "dense", "lexical", "embedding"
@@ -106,6 +109,8 @@ class MethodSummary:
     """Means over the ``n`` questions of one setting and size; names as in `EvidenceRow`.
 
     ``ranked_first`` is the share of questions whose document has rank 1, ``mrr`` the mean reciprocal rank.
+    ``hit_if_answered`` is ``hit`` over the ``n_answered`` questions that the method answered with an F1 of at least
+    `ANSWERED`; None for methods that do not answer.
     """
 
     setting: str
@@ -118,17 +123,29 @@ class MethodSummary:
     largest: Share | None
     ranked_first: Share
     mrr: Share
+    hit_if_answered: Share | None
+    n_answered: int
 
 
-def summarise_evidence(rows: Sequence[EvidenceRow]) -> tuple[MethodSummary, ...]:
-    """A summary for each setting, size and method, in the order in which they first come."""
+def summarise_evidence(
+    rows: Sequence[EvidenceRow], gold: Mapping[str, Sequence[str]] | None = None
+) -> tuple[MethodSummary, ...]:
+    """A summary for each setting, size and method, in the order in which they first come.
+
+    `gold` has the right answers of each question by its id; without it no question counts as answered.
+    """
     groups: dict[tuple[str, int, str], list[EvidenceRow]] = {}
     for row in rows:
         groups.setdefault((row.setting, row.size, row.method), []).append(row)
-    return tuple(_summary(own) for own in groups.values())
+    return tuple(_summary(own, gold or {}) for own in groups.values())
 
 
-def _summary(own: Sequence[EvidenceRow]) -> MethodSummary:
+def _summary(own: Sequence[EvidenceRow], gold: Mapping[str, Sequence[str]]) -> MethodSummary:
+    answered = [
+        row.hit
+        for row in own
+        if row.answer and METRICS["squad"](row.answer, tuple(gold.get(row.question, ())) or ("",))["f1"] >= ANSWERED
+    ]
     largest = [row.largest for row in own if row.largest is not None]
     return MethodSummary(
         setting=own[0].setting,
@@ -141,6 +158,8 @@ def _summary(own: Sequence[EvidenceRow]) -> MethodSummary:
         largest=_share(largest) if largest else None,
         ranked_first=_share([row.rank == 1 for row in own]),
         mrr=_share([1 / row.rank for row in own]),
+        hit_if_answered=_share(answered) if answered else None,
+        n_answered=len(answered),
     )
 
 
