@@ -105,7 +105,7 @@ def _run(given: argparse.Namespace) -> None:
     with progress() as report:
         rows = measure_evidence(model, options, given.out, settings=settings, on_progress=report)
     summaries = summarise_evidence(rows, {case.asked.id: case.asked.item.answers for case in cases})
-    title = f"{given.model}, {options.questions} questions, {_documents(summaries[0])}; ± standard error"
+    title = f"{given.model}, {options.questions} questions, {_documents(summaries[0])}"
     out.print(_table(title, summaries))
     if given.markdown is not None:
         _write(given.markdown, markdown(summaries))
@@ -123,25 +123,22 @@ def _check_embedding(options: EvidenceOptions) -> None:
         print_note(f"the method {EMBEDDING!r} is left out; to have it: {needed}")
 
 
-def row_of(summary: MethodSummary) -> list[str]:
-    """The cells of one method under `HEADINGS`."""
+def row_of(summary: MethodSummary, *, errors: bool) -> list[str]:
+    """The cells of one method under `HEADINGS`, with or without standard errors."""
+    shares = (summary.hit, summary.first, summary.right, summary.largest, summary.ranked_first, summary.mrr)
+    answered = summary.hit_if_answered
     return [
         _documents(summary),
         summary.method,
-        _share(summary.hit),
-        _share(summary.first),
-        _share(summary.right),
-        "" if summary.largest is None else _share(summary.largest),
-        _share(summary.ranked_first),
-        _share(summary.mrr),
-        "" if summary.hit_if_answered is None else f"{_share(summary.hit_if_answered)} of {summary.n_answered}",
+        *("" if share is None else _share(share, error=errors) for share in shares),
+        "" if answered is None else f"{_share(answered, error=errors)} of {summary.n_answered}",
     ]
 
 
 def markdown(summaries: Sequence[MethodSummary]) -> str:
     """A table for the documentation."""
     ruler = [":--" if heading in HEADINGS[:2] else "--:" for heading in HEADINGS]
-    rows = (HEADINGS, ruler, *map(row_of, summaries))
+    rows = (HEADINGS, ruler, *(row_of(summary, errors=True) for summary in summaries))
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
@@ -149,8 +146,8 @@ def _documents(summary: MethodSummary) -> str:
     return f"{summary.size} {summary.setting}"
 
 
-def _share(share: Share) -> str:
-    return f"{share.value:.2f}±{share.standard_error:.2f}"
+def _share(share: Share, *, error: bool) -> str:
+    return f"{share.value:.2f}±{share.standard_error:.2f}" if error else f"{share.value:.2f}"
 
 
 def _table(title: str, summaries: Sequence[MethodSummary]) -> Table:
@@ -158,7 +155,7 @@ def _table(title: str, summaries: Sequence[MethodSummary]) -> Table:
     for heading in HEADINGS[1:]:
         table.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True)
     for summary in summaries:
-        table.add_row(*row_of(summary)[1:])
+        table.add_row(*row_of(summary, errors=False)[1:])
     return table
 
 

@@ -33,7 +33,7 @@ from ragkv.catalog import Catalog
 from ragkv.cli.common import progress
 from ragkv.cli.output import err, out
 from ragkv.errors import ConfigError
-from ragkv.layout import QUESTION_SLOT, data_ids
+from ragkv.layout import QUESTION_SLOT, PromptLayout, data_ids
 from ragkv.llamaindex import RagKVLLM, RagKVQueryEngine
 
 
@@ -136,12 +136,16 @@ def cut(model: LoadedModel, text: str, *, n_tokens: int, n_documents: int) -> li
     return [str(model.tokenizer.decode(ids[at : at + length])) for at in range(0, length * n_documents, length)]
 
 
-def plain_engine(model: LoadedModel, nodes: list[TextNode]) -> BaseQueryEngine:
+def plain_engine(
+    model: LoadedModel, nodes: list[TextNode], *, layout: PromptLayout | None = None, max_new_tokens: int = 64
+) -> BaseQueryEngine:
     """LlamaIndex's own engine: the texts of the nodes in the prompt of the same layout, through the same model."""
-    layout = model.layout
+    layout = layout or model.layout
     template = f"{layout.prefix}{{context_str}}{layout.question.replace(QUESTION_SLOT, '{query_str}')}"
     synthesizer = get_response_synthesizer(
-        llm=RagKVLLM(model, stop=layout.stop), text_qa_template=PromptTemplate(template), streaming=True
+        llm=RagKVLLM(model, stop=layout.stop, max_new_tokens=max_new_tokens),
+        text_qa_template=PromptTemplate(template),
+        streaming=True,
     )
     return RetrieverQueryEngine(AllNodes(nodes), response_synthesizer=synthesizer)
 

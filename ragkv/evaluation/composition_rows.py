@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 R = TypeVar("R", bound="DataclassInstance")
 
-JOINT, ALL, RECALL, WEIGHTED, ALONE = "joint", "all", "recall", "weighted", "alone"
+JOINT, PLAIN, ALL, RECALL, WEIGHTED, ALONE = "joint", "plain", "all", "recall", "weighted", "alone"
 VARIANTS = {
     JOINT: "all documents read in one piece with the question: the reference",
+    PLAIN: "the texts in one prompt, as plain LlamaIndex puts them, and read for each question",
     ALL: "composed, every token attended: what composing alone costs, codes included",
     RECALL: "composed, recall by the recipe: the default",
     REUSED: "as recall, all documents at the same positions",

@@ -29,7 +29,19 @@ from ragkv.catalog import Catalog
 from ragkv.compose import REUSED, Composition
 from ragkv.errors import ConfigError
 from ragkv.evaluation.composition_cases import FILE, Case, PoolDocument, cases_beyond, draw_cases, read_pool
-from ragkv.evaluation.composition_rows import ALL, ALONE, BEYOND, JOINT, RECOMPUTE, VARIANTS, WEIGHTED, Row, RowFile
+from ragkv.evaluation.composition_plain import PlainPrompt
+from ragkv.evaluation.composition_rows import (
+    ALL,
+    ALONE,
+    BEYOND,
+    JOINT,
+    PLAIN,
+    RECOMPUTE,
+    VARIANTS,
+    WEIGHTED,
+    Row,
+    RowFile,
+)
 from ragkv.evaluation.metrics import METRICS
 from ragkv.evaluation.run import RESULTS_FILE, ResultsFolder
 from ragkv.fidelity import Decoded, agreement, decode_answer, kl_divergence
@@ -212,6 +224,7 @@ def measure_together(
     dense = prefill_cache(model.model, joined.token_ids.tolist(), on_progress=report)
     drain(model.model.device)
     prefill_s = time.perf_counter() - started
+    plain = PlainPrompt(model, joined.layout, [document.text for document in joined.documents])
     for case, missing in todo:
         if not missing:
             continue
@@ -220,7 +233,9 @@ def measure_together(
         for name in missing:
             if name == JOINT:
                 seconds = prefill_s + reference.ttft_s
-                trial = _Trial(joined, reference, reference.text, joined.n_context + len(ids), seconds)
+                trial = _Trial(joined.n_context, reference, reference.text, joined.n_context + len(ids), seconds)
+            elif name == PLAIN:
+                trial = _try_plain(plain, case.asked.item.question, reference, options)
             else:
                 composed = partial(compose_variant, name, case, archives, options)
                 trial = _try(composed, ids, reference, options)
@@ -266,7 +281,7 @@ class _Trial:
     ``text`` of its own answer.
     """
 
-    composition: Composition
+    context_tokens: int
     decoded: Decoded
     text: str
     prefilled_tokens: int
@@ -295,7 +310,17 @@ def _try(
         text = _decode(composition, ids, ArchiveCache(composition, policy=policy), options).text
     repaired = composition.recomputed
     n_repaired = 0 if repaired is None else repaired.layers[0].keys.shape[1]
-    return _Trial(composition, decoded, text, n_repaired + len(ids), composing_s + decoded.ttft_s)
+    return _Trial(composition.n_context, decoded, text, n_repaired + len(ids), composing_s + decoded.ttft_s)
+
+
+def _try_plain(plain: PlainPrompt, question: str, reference: Decoded, options: CompositionOptions) -> _Trial:
+    """As `_try`; the prompt is read for each question, though measuring shares it."""
+    decoded = plain.decode(question, max_new_tokens=options.max_new_tokens, forced=reference.token_ids)
+    text = reference.text
+    if tuple(decoded.logits.argmax(-1).tolist()) != reference.token_ids:
+        text = plain.decode(question, max_new_tokens=options.max_new_tokens).text
+    n_tokens = len(plain.ids(question))
+    return _Trial(n_tokens, decoded, text, n_tokens, plain.prefill_s + decoded.ttft_s)
 
 
 def _decode(
@@ -331,7 +356,7 @@ def _row(case: Case, variant: str, document: str, reference: Decoded | None, tri
         em=scores["em"],
         answer=trial.text,
         prefilled_tokens=trial.prefilled_tokens,
-        context_tokens=trial.composition.n_context,
+        context_tokens=trial.context_tokens,
         ttft_s=trial.ttft_s,
     )
 
