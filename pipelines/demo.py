@@ -39,9 +39,9 @@ SOURCES = (
 )
 TRANSCRIPT = "\n## What it looks like\n"
 QUESTIONS = (
-    "Which environment variable names the cache folder?",
     "Under which licence is ragkv released?",
-    "What does a reader see of a document that was removed from a catalog?",
+    "What file marks a removed document in a catalog?",
+    "Which environment variable names the cache folder?",
 )
 
 
@@ -59,7 +59,7 @@ def main() -> None:
     nodes, read_s = ingest(catalog, model)
     index = VectorStoreIndex(nodes, embed_model=packaged_embedding())
     retriever = index.as_retriever(similarity_top_k=options.top_k)
-    engine = RagKVQueryEngine.from_args(retriever, catalog, max_new_tokens=32)
+    engine = RagKVQueryEngine.from_args(retriever, catalog, max_new_tokens=24, best_last=True)
     for question in QUESTIONS:
         out.print(f"\nQ: {question}", style="bold", markup=False)
         answer = engine.query(question)
@@ -77,7 +77,11 @@ def main() -> None:
 def ingest(catalog: Catalog, model: LoadedModel) -> tuple[list[BaseNode], float | None]:
     """Archive whole documents, then cut them into chunks to retrieve; seconds it took, None if all were there."""
     documents = [Document(text=read(name), metadata={"file_name": name}) for name in SOURCES]
-    missing = [document for document in documents if catalog.document_id(document.text) not in catalog]
+    ids = [catalog.document_id(document.text) for document in documents]
+    missing = [each for each in ids if each not in catalog]
+    for entry in catalog.entries():
+        if entry.id not in ids:
+            catalog.remove(entry.id)  # a document as it was before somebody edited it
     started = time.perf_counter()
     with progress() as report:
         transform = ArchiveTransform(catalog, on_progress=lambda done, total: report("archiving", done, total))
