@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from transformers import Cache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
+from ragkv.architecture import check_length
 from ragkv.cache import ArchiveCache
 from ragkv.compose import Composition, Document
 from ragkv.errors import ConfigError
@@ -158,6 +159,7 @@ def check_options(
 
 def _check_fits(composition: Composition, n_question: int) -> None:
     """Refuse a question that reaches beyond the model's context, where answers are noise."""
+    check_length(composition.shape, composition.n_tokens + n_question)
     longest = composition.shape.max_positions
     if longest is not None and composition.n_tokens + n_question >= longest:
         raise ConfigError(

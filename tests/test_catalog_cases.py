@@ -140,7 +140,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(catalog: Catalog, monkey
 
     before = documents(catalog)
     monkeypatch.setattr("ragkv.build.write_tokens", full)
-    with pytest.raises(ConfigError, match=r"cannot write a document .* Detail: No space left on device") as caught:
+    with pytest.raises(ConfigError, match=r"cannot write the archive .* Detail: No space left on device") as caught:
         catalog.add(TEXT)
     assert "\n" not in str(caught.value)
     assert documents(catalog) == before

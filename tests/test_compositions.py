@@ -355,7 +355,7 @@ def test_the_command_prints_a_table_and_writes_rows_a_header_and_markdown(
     header = json.loads((tmp_path / "results" / "header.json").read_text(encoding="utf-8"))
     assert header["model"] == str(tmp_path / "model")
     assert header["environment"]["torch_threads"] > 0
-    assert len((tmp_path / "results" / RESULTS_FILE).read_bytes().splitlines()) == 2 * 7
+    assert len((tmp_path / "results" / RESULTS_FILE).read_bytes().splitlines()) == 2 * 8
 
 
 @pytest.mark.parametrize(
@@ -364,7 +364,7 @@ def test_the_command_prints_a_table_and_writes_rows_a_header_and_markdown(
         (["--data", "nowhere"], "the data folder 'nowhere' does not exist"),
         (["--documents", "1"], "documents is 1; give numbers from 2"),
         (["--documents", "5", "--pool", "4"], "documents is 5; give numbers from 2 to the size of the pool, 4"),
-        (["--variants", "best"], "there is no variant 'best'; take of joint, all, recall"),
+        (["--variants", "best"], "there is no variant 'best'; take of joint, plain, all, recall"),
         (["--temperature", "0"], "temperature is 0.0; give a number above 0"),
         (["--questions", "0"], "questions is 0"),
         (["--documents", "2", "2"], "documents has something twice: 2, 2"),
