@@ -18,10 +18,10 @@ from pathlib import Path
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from ragkv.cli.app import EXIT_ERROR, EXIT_INTERRUPTED
+from pipelines.command import resumable, write_table
 from ragkv.cli.common import load, progress
 from ragkv.cli.output import out, print_note
-from ragkv.errors import ConfigError, RagkvError
+from ragkv.errors import ConfigError
 from ragkv.evaluation.composition_rows import RECOMPUTE, VARIANTS, VariantSummary, summarise_compositions
 from ragkv.evaluation.compositions import CompositionOptions, measure_compositions
 from ragkv.evaluation.metrics import MeanScore
@@ -57,15 +57,7 @@ EXPLAINED = "\n".join(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print a table; an error becomes one line on stderr and exit code 2, an interrupt exit code 130."""
     given = _parser().parse_args(arguments)
-    try:
-        _run(given)
-    except RagkvError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return EXIT_ERROR
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on with what is missing", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    return 0
+    return resumable(lambda: _run(given))
 
 
 def _run(given: argparse.Namespace) -> None:
@@ -94,7 +86,7 @@ def _run(given: argparse.Namespace) -> None:
     title = f"{given.model}, {options.questions} questions a size; ± standard error"
     out.print(_table(title, [row_of(summary) for summary in summaries]))
     if given.markdown is not None:
-        _write(given.markdown, markdown(summaries))
+        write_table(given.markdown, markdown(summaries))
     print_note(f"the rows are in {str(given.out)!r}")
 
 
@@ -134,13 +126,6 @@ def _table(title: str, cells: Sequence[Sequence[str]]) -> Table:
     for row in cells:
         table.add_row(*row)
     return table
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror}") from error
 
 
 def _parser() -> argparse.ArgumentParser:

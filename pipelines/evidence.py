@@ -16,10 +16,10 @@ from pathlib import Path
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from ragkv.cli.app import EXIT_ERROR, EXIT_INTERRUPTED
+from pipelines.command import resumable, write_table
 from ragkv.cli.common import load, progress
 from ragkv.cli.output import out, print_note
-from ragkv.errors import ConfigError, MissingExtraError, RagkvError
+from ragkv.errors import ConfigError, MissingExtraError
 from ragkv.evaluation.evidence_hits import (
     ANSWERED,
     EMBEDDING,
@@ -70,15 +70,7 @@ EXPLAINED = "\n".join(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print a table; an error becomes one line on stderr and exit code 2, an interrupt exit code 130."""
     given = _parser().parse_args(arguments)
-    try:
-        _run(given)
-    except RagkvError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return EXIT_ERROR
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on with what is missing", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    return 0
+    return resumable(lambda: _run(given))
 
 
 def _run(given: argparse.Namespace) -> None:
@@ -108,7 +100,7 @@ def _run(given: argparse.Namespace) -> None:
     title = f"{given.model}, {options.questions} questions, {_documents(summaries[0])}"
     out.print(_table(title, summaries))
     if given.markdown is not None:
-        _write(given.markdown, markdown(summaries))
+        write_table(given.markdown, markdown(summaries))
     print_note(f"the rows are in {str(given.out)!r}")
 
 
@@ -157,13 +149,6 @@ def _table(title: str, summaries: Sequence[MethodSummary]) -> Table:
     for summary in summaries:
         table.add_row(*row_of(summary, errors=False)[1:])
     return table
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror}") from error
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -257,7 +257,7 @@ class Catalog:
         while (stamp := self._folder.stamp(document_id)) is not None:
             try:
                 archive = Archive.open(path, model, known=self.fingerprint)
-                ids = archive.tokens.ids.tolist()  # read now, since the files may be gone when it is asked for
+                ids = archive.tokens.ids.tolist()
             except (RagkvError, OSError):
                 if self._folder.stamp(document_id) == stamp:
                     raise

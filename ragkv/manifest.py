@@ -6,14 +6,13 @@ archive. It carries a checksum of itself.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ragkv.errors import ArchiveCorruptError, ArchiveFormatError, ArchiveNotFoundError
-from ragkv.fingerprint import Fingerprint
+from ragkv.fingerprint import Fingerprint, json_sha256
 from ragkv.layout import PromptLayout
 from ragkv.ledger import dtype_bytes
 from ragkv.recipe import Recipe
@@ -112,7 +111,7 @@ class Manifest:
 
     def to_json(self) -> str:
         body = self._body()
-        return json.dumps({**body, "sha256": _digest(body)}, indent=1, ensure_ascii=False) + "\n"
+        return json.dumps({**body, "sha256": json_sha256(body)}, indent=1, ensure_ascii=False) + "\n"
 
     def _body(self) -> dict[str, Any]:
         return {
@@ -168,7 +167,7 @@ class Manifest:
                 f"{MANIFEST_FILE}: format version {body.get('version')!r}, this release reads {FORMAT_VERSION}; "
                 "build the archive again"
             )
-        if body.pop("sha256", None) != _digest(body):
+        if body.pop("sha256", None) != json_sha256(body):
             raise ArchiveCorruptError(f"{MANIFEST_FILE}: its own checksum does not hold; the manifest was altered")
         try:
             return cls._from_body(body)
@@ -277,7 +276,3 @@ def _check_kinds(manifest: Manifest) -> None:
             raise TypeError(f"{name} is {getattr(manifest, name)!r}, not true or false")
     if not isinstance(model.rope_parameters, dict):
         raise TypeError(f"rope_parameters is {model.rope_parameters!r}, not an object")
-
-
-def _digest(body: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
