@@ -25,8 +25,8 @@ from ragkv import Catalog, LoadedModel, load_model
 from ragkv.cli.common import progress
 from ragkv.cli.output import err, format_bytes, out
 from ragkv.errors import MissingExtraError
-from ragkv.gguf_cache import quiet
 from ragkv.llamaindex import ArchiveTransform, RagKVQueryEngine
+from ragkv.model.gguf import quiet
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = (

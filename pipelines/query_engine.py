@@ -28,13 +28,13 @@ from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from rich.table import Table
 
 from ragkv import LoadedModel, RagkvError, load_model
-from ragkv.bench_text import default_text, quotation_questions, read_text
-from ragkv.catalog import Catalog
+from ragkv.catalog.catalog import Catalog
 from ragkv.cli.common import progress
 from ragkv.cli.output import err, out
 from ragkv.errors import ConfigError
-from ragkv.layout import QUESTION_SLOT, PromptLayout, data_ids
+from ragkv.evaluation.bench_text import default_text, quotation_questions, read_text
 from ragkv.llamaindex import RagKVLLM, RagKVQueryEngine
+from ragkv.model.prompt import QUESTION_SLOT, PromptLayout, data_ids
 
 
 class AllNodes(BaseRetriever):

@@ -11,35 +11,47 @@ from typing import TYPE_CHECKING, Any
 from ragkv.version import __version__
 
 if TYPE_CHECKING:
-    from ragkv.answer import Answer, ask
-    from ragkv.archive import Archive
-    from ragkv.attention import attach
-    from ragkv.build import BuildResult, build_archive
-    from ragkv.cache import ArchiveCache
-    from ragkv.catalog import Catalog
-    from ragkv.compose import Composition
+    from ragkv.answer.ask import Answer, ask
+    from ragkv.archive.verify import verify_archive
+    from ragkv.build.builder import BuildResult, build_archive
+    from ragkv.catalog.catalog import Catalog
+    from ragkv.catalog.folder import CatalogEntry
     from ragkv.errors import RagkvError
-    from ragkv.layout import PromptLayout
-    from ragkv.models import LoadedModel, load_model
-    from ragkv.recipe import Recipe
-    from ragkv.trace import RecallTrace
+    from ragkv.model.attention import attach
+    from ragkv.model.load import LoadedModel, load_model
+    from ragkv.model.prompt import PromptLayout
+    from ragkv.recall.archive import Archive
+    from ragkv.recall.cache import ArchiveCache
+    from ragkv.recall.composition import Composition
+    from ragkv.recall.placed import Weighting
+    from ragkv.recall.prefilled import PrefilledDocument, prefill_document
+    from ragkv.recall.recompute import recompute
+    from ragkv.recall.trace import RecallTrace
+    from ragkv.recipe import RecallPolicy, Recipe
 
 _HOMES = {
-    "Answer": "answer",
-    "Archive": "archive",
-    "ArchiveCache": "cache",
-    "BuildResult": "build",
-    "Catalog": "catalog",
-    "Composition": "compose",
-    "LoadedModel": "models",
-    "PromptLayout": "layout",
+    "Answer": "answer.ask",
+    "Archive": "recall.archive",
+    "ArchiveCache": "recall.cache",
+    "BuildResult": "build.builder",
+    "Catalog": "catalog.catalog",
+    "CatalogEntry": "catalog.folder",
+    "Composition": "recall.composition",
+    "LoadedModel": "model.load",
+    "PrefilledDocument": "recall.prefilled",
+    "PromptLayout": "model.prompt",
     "RagkvError": "errors",
-    "RecallTrace": "trace",
+    "RecallPolicy": "recipe",
+    "RecallTrace": "recall.trace",
     "Recipe": "recipe",
-    "ask": "answer",
-    "attach": "attention",
-    "build_archive": "build",
-    "load_model": "models",
+    "Weighting": "recall.placed",
+    "ask": "answer.ask",
+    "attach": "model.attention",
+    "build_archive": "build.builder",
+    "load_model": "model.load",
+    "prefill_document": "recall.prefilled",
+    "recompute": "recall.recompute",
+    "verify_archive": "archive.verify",
 }
 
 __all__ = [
@@ -48,17 +60,24 @@ __all__ = [
     "ArchiveCache",
     "BuildResult",
     "Catalog",
+    "CatalogEntry",
     "Composition",
     "LoadedModel",
+    "PrefilledDocument",
     "PromptLayout",
     "RagkvError",
+    "RecallPolicy",
     "RecallTrace",
     "Recipe",
+    "Weighting",
     "__version__",
     "ask",
     "attach",
     "build_archive",
     "load_model",
+    "prefill_document",
+    "recompute",
+    "verify_archive",
 ]
 
 

@@ -1,9 +1,13 @@
-"""How an archive is built and recalled: one frozen, validated configuration that round-trips to TOML and JSON."""
+"""How an archive is built and recalled: frozen, validated configurations that round-trip to TOML and JSON.
+
+The recipe decides the bytes of an archive; the recall policy kept beside it decides how much of it is read.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from ragkv.errors import ConfigError
-from ragkv.policy import RecallPolicy, check_whole, is_layer
 
 CLUSTERERS = ("auto", "torch", "faiss")
 CODEC_BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}
@@ -19,6 +22,133 @@ CODEC_BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}
 
 CODECS = ("lossless", *CODEC_BITS)
 _TENSOR_CODECS = ("key_codec", "value_codec")
+
+
+QUESTION_SHARE = 1.5
+"""Question tokens are read once and shape all that follows: they recall this many times what an answer token does."""
+
+EVERYTHING = 1 << 40
+
+LARGEST = (1 << 63) - 1
+"""The largest whole number that a manifest can hold."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What one query token recalls per KV head: whole clusters, in order of what they are worth.
+
+    Clusters are taken while they begin below ``tokens`` tokens and are among the first ``clusters``. With ``mass``,
+    taking also ends as soon as that share of the attention is exact, but not before ``floor`` tokens.
+    """
+
+    tokens: int = EVERYTHING
+    clusters: int | None = None
+    mass: float | None = None
+    floor: int = 0
+
+    def candidates(self, n_clusters: int) -> int:
+        """The most clusters that can be taken: a cluster has at least one token."""
+        return min(n_clusters, self.tokens, self.clusters or n_clusters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecallPolicy:
+    """What is recalled of an archive; the table ``[recall]`` of a recipe file.
+
+    Parameters
+    ----------
+    budget
+        Archived tokens recalled per KV head and answer token. Counts unless `top_m` or `mass` is given.
+    top_m
+        Clusters recalled per KV head and answer token, instead of a number of tokens.
+    mass
+        Recall until this share of the attention (0 to 1) is exact by the prototypes' estimate, instead of a fixed
+        number: at least `floor` tokens, at most `cap`. Spends more on diffuse heads; a dial of quality, not a saving.
+    floor, cap
+        Tokens per KV head and answer token, with `mass` only.
+    dense_layers
+        Layers that attend to every token, decoded into memory on first use. All but one layer here is the way to
+        pilot recall.
+    layer_budgets
+        Layer index (as text, since TOML keys are) to a budget of its own.
+    """
+
+    budget: int = 256
+    top_m: int | None = None
+    mass: float | None = None
+    floor: int = 64
+    cap: int = 1024
+    dense_layers: tuple[int, ...] = ()
+    layer_budgets: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("budget", "top_m", "floor", "cap"):
+            value = getattr(self, name)
+            if value is None and name == "top_m":
+                continue
+            check_whole(f"recall: {name}", value, 1)
+        if self.mass is not None and not _share(self.mass):
+            raise ConfigError(f"recall: mass is {self.mass!r}; give a share of the attention above 0 and up to 1")
+        if self.top_m is not None and self.mass is not None:
+            raise ConfigError("recall: top_m and mass are both given; choose one")
+        if self.floor > self.cap:
+            raise ConfigError(
+                f"recall: floor is {self.floor} and cap is {self.cap}; the floor must not be above the cap"
+            )
+        if not all(_whole(layer, 0) for layer in self.dense_layers):
+            raise ConfigError(f"recall: dense_layers is {list(self.dense_layers)!r}; give layer numbers from 0")
+        for layer, budget in self.layer_budgets.items():
+            if not is_layer(layer) or not _whole(budget, 1):
+                raise ConfigError(
+                    f"recall: layer_budgets has {layer!r} = {budget!r}; give layer numbers and budgets of at least 1"
+                )
+        if self.layer_budgets and (self.top_m is not None or self.mass is not None):
+            raise ConfigError("recall: layer_budgets count tokens and go with budget, not with top_m or mass")
+        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        budgets = {str(int(layer)): budget for layer, budget in self.layer_budgets.items()}
+        if len(budgets) < len(self.layer_budgets):
+            raise ConfigError(f"recall: layer_budgets names a layer twice: {', '.join(map(str, self.layer_budgets))}")
+        object.__setattr__(self, "layer_budgets", budgets)
+
+    def limit(self, layer: int, *, question: bool) -> Limit:
+        """What a token recalls in `layer`; a question token takes `QUESTION_SHARE` times as much."""
+
+        def scaled(count: int) -> int:
+            return min(int(count * QUESTION_SHARE) if question else count, EVERYTHING)
+
+        if self.mass is not None:
+            return Limit(tokens=scaled(self.cap), mass=self.mass, floor=scaled(self.floor))
+        if self.top_m is not None:
+            return Limit(clusters=scaled(self.top_m))
+        return Limit(tokens=scaled(self.layer_budgets.get(str(layer), self.budget)))
+
+    def with_budget(self, budget: int) -> RecallPolicy:
+        """The same policy with a number of tokens for every layer."""
+        return dataclasses.replace(self, budget=budget, top_m=None, mass=None, layer_budgets={})
+
+    def check_layers(self, n_layers: int) -> None:
+        """Refuse layers that the model does not have."""
+        for layer in (*self.dense_layers, *map(int, self.layer_budgets)):
+            if layer >= n_layers:
+                raise ConfigError(f"recall: there is no layer {layer}; the model has layers 0 to {n_layers - 1}")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RecallPolicy:
+        """Build a policy from plain values; unknown keys are refused."""
+        known = [each.name for each in dataclasses.fields(cls)]
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ConfigError(f"recall: unknown key {unknown[0]!r}; known are {', '.join(known)}")
+        for name, kind in (("dense_layers", (list, tuple)), ("layer_budgets", Mapping)):
+            if name in values and not isinstance(values[name], kind):
+                raise ConfigError(f"recall: {name} is {values[name]!r}; see indexes/recipes/default.toml for its shape")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; what is not given is left out."""
+        values = dataclasses.asdict(self)
+        values["dense_layers"] = list(self.dense_layers)
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,3 +281,30 @@ def _toml_lines(values: Mapping[str, Any], table: str) -> list[str]:
             has_own_keys = any(not isinstance(each, Mapping) for each in value.values())
             lines += ["", f"[{path}]", *inner] if has_own_keys else inner
     return lines
+
+
+def check_whole(name: str, value: object, low: int) -> None:
+    """Refuse what is not a whole number from `low` to `LARGEST`.
+
+    Raises
+    ------
+    ConfigError
+        That begins with `name`.
+    """
+    if isinstance(value, int) and value > LARGEST:  # not shown: Python refuses to print numbers of many digits
+        raise ConfigError(f"{name} is too large; give at most 2^63 - 1")
+    if not _whole(value, low):
+        raise ConfigError(f"{name} is {value!r}; give a whole number of at least {low}")
+
+
+def is_layer(name: object) -> bool:
+    """Whether `name`, a key of a table, is a layer number in decimal."""
+    return re.fullmatch("[0-9]{1,9}", str(name)) is not None
+
+
+def _share(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
+
+
+def _whole(value: object, low: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= LARGEST

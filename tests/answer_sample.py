@@ -1,13 +1,13 @@
-"""A page of `ragkv.answer_report` with the kind of content a reader would meet: three documents, one question."""
+"""A page of `ragkv.answer.page` with the kind of content a reader would meet: three documents, one question."""
 
 from __future__ import annotations
 
 import random
 import re
 
-from ragkv.answer_report import AnswerPage
-from ragkv.evidence_spans import DocumentEvidence, merge_passages
-from ragkv.trace import LayerMeans
+from ragkv.answer.page import AnswerPage
+from ragkv.answer.passages import DocumentEvidence, merge_passages
+from ragkv.recall.trace import LayerMeans
 
 QUESTION = "Why did the harbour pump fail in March, and what was changed afterwards?"
 ANSWER = (

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from ragkv import LoadedModel, PromptLayout
-from ragkv.catalog import Catalog
+from ragkv.catalog.catalog import Catalog
 from tests.archives import SMALL, loaded
 from tests.tiny import TEXT
 

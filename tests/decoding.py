@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import torch
 
 from ragkv import Archive
-from ragkv.manifest import LayerEntry
-from ragkv.payload import from_bits
-from ragkv.rows import read_rows
+from ragkv.archive.manifest import LayerEntry
+from ragkv.archive.payload import from_bits
+from ragkv.archive.rows import read_rows
 
 Vector = np.ndarray
 Pair = tuple[Vector, Vector]

@@ -12,10 +12,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ragkv import publish
-from ragkv.manifest import MANIFEST_FILE, LayerEntry, Manifest, read_manifest
-from ragkv.rows import Rows, read_rows, write_rows
-from ragkv.verify import verify_archive
+from ragkv.archive import publish
+from ragkv.archive.manifest import MANIFEST_FILE, LayerEntry, Manifest, read_manifest
+from ragkv.archive.rows import Rows, read_rows, write_rows
+from ragkv.archive.verify import verify_archive
 
 
 def listing(folder: Path) -> dict[str, tuple[int, str]]:

@@ -18,9 +18,9 @@ from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.schema import BaseNode, TextNode
 
 from ragkv import LoadedModel, PromptLayout, attach
-from ragkv.catalog import Catalog
-from ragkv.compose import Composition
+from ragkv.catalog.catalog import Catalog
 from ragkv.llamaindex import DOCUMENT_KEY, ArchiveTransform
+from ragkv.recall.composition import Composition
 from tests.archives import SMALL
 from tests.tiny import EOS_ID, TEXT, tiny_model, tiny_tokenizer
 

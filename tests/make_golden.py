@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from ragkv import Archive, ArchiveCache, LoadedModel, PromptLayout, Recipe, attach, build_archive
-from ragkv.manifest import FORMAT_VERSION
+from ragkv.archive.manifest import FORMAT_VERSION
 from tests.tiny import TEXT, tiny_model, tiny_tokenizer
 
 FOLDER = Path(__file__).resolve().parent.parent / "indexes" / "golden"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from ragkv.answer_report import render_answer
-from ragkv.evidence_spans import DocumentEvidence, merge_passages
+from ragkv.answer.page import render_answer
+from ragkv.answer.passages import DocumentEvidence, merge_passages
 from ragkv.page import write_page
 from tests.answer_sample import sample_page, token_spans
 from tests.browser import NAMES, Browser, find_chromium

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragkv.answer_report import AnswerPage, render_answer
+from ragkv.answer.page import AnswerPage, render_answer
+from ragkv.answer.passages import DocumentEvidence, Passage, Span, merge_passages
 from ragkv.errors import ConfigError
-from ragkv.evidence_spans import DocumentEvidence, Passage, Span, merge_passages
 from ragkv.page import write_page
-from ragkv.trace import LayerMeans
+from ragkv.recall.trace import LayerMeans
 from tests.answer_sample import QUESTION, sample_page, token_spans
 
 EVIL = (

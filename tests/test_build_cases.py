@@ -13,14 +13,14 @@ import torch
 from sklearn.cluster import KMeans
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import ragkv.kmeans
+import ragkv.build.cluster
 from ragkv import Archive, ArchiveCache, LoadedModel, PromptLayout, Recipe, attach, build_archive
-from ragkv.codec import Widths
+from ragkv.archive.codec import Widths
+from ragkv.archive.groups import group_sums
+from ragkv.archive.manifest import MANIFEST_FILE
+from ragkv.build.cluster import assign, cluster_keys
 from ragkv.errors import ConfigError, NonFiniteError
-from ragkv.groups import group_sums
-from ragkv.kmeans import assign, cluster_keys
-from ragkv.manifest import MANIFEST_FILE
-from ragkv.prefill import captured_layers, prefill_cache
+from ragkv.model.prefill import captured_layers, prefill_cache
 from tests.archives import CODED, DOCUMENT, EVERYTHING, SMALL, archive_of, loaded
 from tests.decoding import stored_tokens
 from tests.dense import dense_logits, stock_copy
@@ -232,17 +232,17 @@ def test_faiss_agrees_with_torch() -> None:
 
 def test_auto_hands_over_to_faiss_only_above_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[int] = []
-    trained = ragkv.kmeans.faiss_kmeans
+    trained = ragkv.build.cluster.faiss_kmeans
 
     def spy(points: torch.Tensor, centroids: torch.Tensor, iterations: int, seed: int) -> torch.Tensor:
         used.append(centroids.shape[1])
         return trained(points, centroids, iterations, seed)
 
-    monkeypatch.setattr(ragkv.kmeans, "faiss_kmeans", spy)
+    monkeypatch.setattr(ragkv.build.cluster, "faiss_kmeans", spy)
     keys = keys_like(1, 320, 8)
     cluster_keys(keys, Recipe(clusterer="auto"))
     assert used == []
-    monkeypatch.setattr(ragkv.kmeans, "FAISS_CLUSTERS", 39)
+    monkeypatch.setattr(ragkv.build.cluster, "FAISS_CLUSTERS", 39)
     cluster_keys(keys, Recipe(clusterer="auto"))  # 40 clusters
     assert used == [40]
     cluster_keys(keys, Recipe(clusterer="torch"))

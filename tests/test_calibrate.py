@@ -31,7 +31,7 @@ from ragkv.evaluation.compare import Questions
 from ragkv.evaluation.report import render_report
 from ragkv.evaluation.run import Progress, Task
 from ragkv.evaluation.suites import Item
-from ragkv.policy import RecallPolicy
+from ragkv.recipe import RecallPolicy
 from tests.archives import DOCUMENT, QUESTIONS, loaded
 from tests.tiny import tiny_tokenizer
 

@@ -10,7 +10,7 @@ import pytest
 from ragkv import PromptLayout
 from ragkv.errors import ArchiveCorruptError, ConfigError, ModelMismatchError
 from ragkv.evaluation.calibrate_tasks import archived_tokens, find_sources, make_tasks, plan_questions, read_asked
-from ragkv.layout import tokenize_prompt
+from ragkv.model.prompt import tokenize_prompt
 from tests.archives import DOCUMENT, archive_of, loaded
 
 LAYOUT = PromptLayout.plain()

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from ragkv import Archive, LoadedModel, PromptLayout, attach, fingerprint
-from ragkv.catalog import Catalog
+from ragkv import Archive, LoadedModel, PromptLayout, attach
+from ragkv.archive.verify import verify_archive
+from ragkv.catalog.catalog import Catalog
 from ragkv.errors import (
     ArchiveCorruptError,
     ArchiveFormatError,
@@ -21,7 +22,7 @@ from ragkv.errors import (
     ConfigError,
     ModelMismatchError,
 )
-from ragkv.verify import verify_archive
+from ragkv.model import fingerprint
 from tests.archives import SMALL, archive_of, loaded
 from tests.catalogs import PLAIN, documents, fill, make
 from tests.forge import listing

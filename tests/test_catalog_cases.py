@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import ragkv.catalog
-from ragkv.catalog import Catalog
+import ragkv.catalog.catalog
+from ragkv.catalog.catalog import Catalog
 from ragkv.cli.app import app
 from ragkv.errors import ArchiveCorruptError, ArchiveNotFoundError, ConfigError
 from tests.archives import CODED, SMALL, loaded
@@ -139,7 +139,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(catalog: Catalog, monkey
         raise OSError(28, "Error writing bytes to file.\nDetail: No space left on device")
 
     before = documents(catalog)
-    monkeypatch.setattr("ragkv.build.write_tokens", full)
+    monkeypatch.setattr("ragkv.build.builder.write_tokens", full)
     with pytest.raises(ConfigError, match=r"cannot write the archive .* Detail: No space left on device") as caught:
         catalog.add(TEXT)
     assert "\n" not in str(caught.value)
@@ -243,13 +243,13 @@ def test_ask_opens_documents_of_a_catalog_as_the_catalog_does(workplace: Path, m
     into, recipe, model = workplace / "c", workplace / "small.toml", workplace / "model"
     assert run("catalog", "add", into, *files, "--model", model, "--recipe", recipe, "--dtype", "bf16")[0] == 0
     hashed: list[object] = []
-    real = ragkv.fingerprint.weights_sha256
+    real = ragkv.model.fingerprint.weights_sha256
 
     def counted(*words: object) -> str:
         hashed.append(words[1])
         return real(*words)
 
-    monkeypatch.setattr("ragkv.fingerprint.weights_sha256", counted)
+    monkeypatch.setattr("ragkv.model.fingerprint.weights_sha256", counted)
     ask = ("ask", "Who?", "--max-new-tokens", 2)
     assert run(*ask, "--catalog", into)[0] == 0
     assert [str(dtype) for dtype in hashed] == ["torch.bfloat16"]

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from ragkv import Archive
-from ragkv.answer import ask
-from ragkv.catalog import Catalog
+from ragkv.answer.ask import ask
+from ragkv.archive.verify import verify_archive
+from ragkv.catalog.catalog import Catalog
 from ragkv.errors import (
     ArchiveCorruptError,
     ArchiveNotFoundError,
     ConfigError,
 )
-from ragkv.verify import verify_archive
 from tests.archives import SMALL, archive_of, loaded
 from tests.catalogs import PLAIN, TEXTS, age, documents, fill, make
 from tests.forge import listing

@@ -10,9 +10,9 @@ import typer
 from typer.testing import CliRunner
 
 from ragkv import Recipe
+from ragkv.archive.manifest import read_manifest
 from ragkv.cli.app import app
 from ragkv.cli.calibrate import calibrate
-from ragkv.manifest import read_manifest
 from tests.archives import DOCUMENT
 from tests.tiny import tiny_model, tiny_tokenizer
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ragkv.catalog import Catalog
+from ragkv.catalog.catalog import Catalog
 from ragkv.cli.app import app
 from tests.archives import SMALL
 from tests.cli_docs import CATALOG_COMMANDS

@@ -15,7 +15,6 @@ from transformers import DynamicCache
 from typer.testing import CliRunner
 
 import ragkv.cli.eval
-from ragkv.architecture import model_shape
 from ragkv.cli.eval import evaluate
 from ragkv.errors import ConfigError
 from ragkv.evaluation.compare import answer_distance
@@ -23,9 +22,9 @@ from ragkv.evaluation.plan import FORCED_TOKENS, SHORT_TOKENS, EvalOptions, plan
 from ragkv.evaluation.run import ResultsFolder
 from ragkv.evaluation.subjects import Document
 from ragkv.evaluation.suites import Item
-from ragkv.layout import PromptLayout, tokenize_prompt
-from ragkv.policy import RecallPolicy
-from ragkv.recipe import Recipe
+from ragkv.model.prompt import PromptLayout, tokenize_prompt
+from ragkv.model.shape import model_shape
+from ragkv.recipe import RecallPolicy, Recipe
 from tests.archives import loaded
 from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
 

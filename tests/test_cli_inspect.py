@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from ragkv.archive.inspect import describe_archive
+from ragkv.archive.manifest import read_manifest
 from ragkv.cli.app import main
-from ragkv.describe import describe_archive
-from ragkv.manifest import read_manifest
 from tests.archives import archive_of
 from tests.tiny import TEXT
 

@@ -171,7 +171,7 @@ def test_an_interrupt_exits_with_130(run, monkeypatch):
     def interrupt(*_args, **_kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ragkv.ledger.build_ledger", interrupt)
+    monkeypatch.setattr("ragkv.ledger.ledger.build_ledger", interrupt)
     code, out, _ = run("ledger", *NUMBERS)
     assert (code, out) == (130, "")
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragkv.codec import Basis, Widths, allocate, coefficients, decode, encode, fit_basis, pack, unpack
-from ragkv.kmeans import query_metric
+from ragkv.archive.codec import Basis, Widths, allocate, coefficients, decode, encode, fit_basis, pack, unpack
+from ragkv.build.cluster import query_metric
 from ragkv.recipe import CODEC_BITS, CODECS
 
 COST = {8: 0.0001, 4: 0.01154, 2: 0.1188, 0: 1.0}

@@ -12,12 +12,12 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ragkv import Archive, ArchiveCache, PromptLayout, build_archive
-from ragkv.architecture import model_shape
-from ragkv.compose import CONSECUTIVE, REUSED, Composition
 from ragkv.errors import ConfigError, ModelMismatchError
-from ragkv.policy import RecallPolicy
-from ragkv.prefilled import prefill_document
-from ragkv.rotation import turn_back
+from ragkv.model.rope import turn_back
+from ragkv.model.shape import model_shape
+from ragkv.recall.composition import CONSECUTIVE, REUSED, Composition
+from ragkv.recall.prefilled import prefill_document
+from ragkv.recipe import RecallPolicy
 from tests.archives import CODED, DOCUMENT, EVERYTHING, QUESTIONS, SMALL, archive_of
 from tests.dense import stock_copy
 from tests.tiny import TEXT, TINY_MODELS

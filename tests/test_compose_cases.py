@@ -14,14 +14,14 @@ from transformers.cache_utils import DynamicLayer
 from typer.testing import CliRunner
 
 from ragkv import Archive, ArchiveCache, LoadedModel, PromptLayout, ask, attach, build_archive
-from ragkv.architecture import model_shape
 from ragkv.cli.app import app
-from ragkv.compose import CONSECUTIVE, POSITIONS, REUSED, Composition
 from ragkv.errors import ConfigError, UnsupportedModelError
-from ragkv.placed import Weighting
-from ragkv.policy import RecallPolicy
-from ragkv.prefilled import PrefilledDocument, prefill_document
-from ragkv.repair import recompute
+from ragkv.model.shape import model_shape
+from ragkv.recall.composition import CONSECUTIVE, POSITIONS, REUSED, Composition
+from ragkv.recall.placed import Weighting
+from ragkv.recall.prefilled import PrefilledDocument, prefill_document
+from ragkv.recall.recompute import recompute
+from ragkv.recipe import RecallPolicy
 from tests.archives import CODED, DOCUMENT, EVERYTHING, QUESTIONS, SMALL, archive_of, loaded
 from tests.dense import stock_copy
 from tests.test_compose import full_cache, moved

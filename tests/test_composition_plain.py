@@ -8,7 +8,7 @@ from llama_index.core.schema import TextNode
 
 from pipelines.query_engine import plain_engine
 from ragkv.evaluation.composition_plain import PlainPrompt
-from ragkv.layout import PromptLayout
+from ragkv.model.prompt import PromptLayout
 from tests.archives import DOCUMENT, QUESTIONS, loaded
 
 TEXTS = (DOCUMENT[:400], " Agnes Moore kept the lighthouse.\n", DOCUMENT[400:900])

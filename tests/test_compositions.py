@@ -11,9 +11,8 @@ import pytest
 
 from pipelines.composition import HEADINGS, main, row_of
 from ragkv import Archive, LoadedModel, PromptLayout, attach, build_archive
-from ragkv.answer import ask
-from ragkv.catalog import Catalog
-from ragkv.compose import REUSED, Composition
+from ragkv.answer.ask import ask
+from ragkv.catalog.catalog import Catalog
 from ragkv.errors import ConfigError
 from ragkv.evaluation.composition_cases import FILE, Asked, Case, draw_cases, read_pool
 from ragkv.evaluation.composition_rows import ALL, JOINT, RECALL, Row, RowFile, summarise_compositions
@@ -27,7 +26,8 @@ from ragkv.evaluation.compositions import (
 from ragkv.evaluation.metrics import METRICS
 from ragkv.evaluation.run import RESULTS_FILE
 from ragkv.evaluation.suites import Item
-from ragkv.layout import question_ids
+from ragkv.model.prompt import question_ids
+from ragkv.recall.composition import REUSED, Composition
 from tests.archives import DOCUMENT, SMALL, archive_of, loaded
 from tests.squad import article
 from tests.tiny import tiny_model, tiny_tokenizer

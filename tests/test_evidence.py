@@ -11,13 +11,13 @@ import torch
 from tokenizers import normalizers
 
 from ragkv import Archive, ArchiveCache, PromptLayout, build_archive
-from ragkv.answer import ask
-from ragkv.compose import Composition, Document
+from ragkv.answer.ask import ask
+from ragkv.answer.evidence import AttentionMass
 from ragkv.errors import ConfigError
-from ragkv.evidence import AttentionMass
-from ragkv.policy import RecallPolicy
-from ragkv.prefilled import prefill_document
-from ragkv.repair import recompute
+from ragkv.recall.composition import Composition, Document
+from ragkv.recall.prefilled import prefill_document
+from ragkv.recall.recompute import recompute
+from ragkv.recipe import RecallPolicy
 from tests.archives import CODED, DOCUMENT, EVERYTHING, QUESTIONS, SMALL, archive_of, loaded
 from tests.dense import stock_copy
 from tests.tiny import tiny_tokenizer

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from ragkv import ArchiveCache
-from ragkv.answer import ask
-from ragkv.answer_report import AnswerPage, render_answer
-from ragkv.compose import Composition
+from ragkv.answer.ask import ask
+from ragkv.answer.evidence import AttentionMass
+from ragkv.answer.page import AnswerPage, render_answer
+from ragkv.answer.passages import DocumentEvidence, Passage, merge_passages
 from ragkv.errors import ConfigError
-from ragkv.evidence import AttentionMass
-from ragkv.evidence_spans import DocumentEvidence, Passage, merge_passages
-from ragkv.policy import RecallPolicy
-from ragkv.prefilled import prefill_document
-from ragkv.repair import recompute
+from ragkv.recall.composition import Composition
+from ragkv.recall.prefilled import prefill_document
+from ragkv.recall.recompute import recompute
+from ragkv.recipe import RecallPolicy
 from tests.archives import DOCUMENT, EVERYTHING, QUESTIONS, SMALL, archive_of
 from tests.tiny import TINY_MODELS
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ragkv.answer import ask
-from ragkv.compose import Composition
+from ragkv.answer.ask import ask
+from ragkv.answer.passages import DocumentEvidence, merge_passages, sentence_runs
 from ragkv.errors import ConfigError
 from ragkv.evaluation.composition_cases import (
     FILE,
@@ -39,9 +39,9 @@ from ragkv.evaluation.evidence_hits import (
     summarise_evidence,
 )
 from ragkv.evaluation.suites import Item
-from ragkv.evidence_spans import DocumentEvidence, merge_passages, sentence_runs
-from ragkv.layout import PromptLayout
-from ragkv.prefilled import prefill_document
+from ragkv.model.prompt import PromptLayout
+from ragkv.recall.composition import Composition
+from ragkv.recall.prefilled import prefill_document
 from tests.archives import DOCUMENT, EVERYTHING, QUESTIONS, archive_of, loaded
 from tests.squad import TOWNS, TRADES, write_squad
 

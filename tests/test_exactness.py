@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ragkv import Archive, ArchiveCache
-from ragkv.policy import RecallPolicy
+from ragkv.recipe import RecallPolicy
 from tests.archives import CODED, DOCUMENT, EVERYTHING, QUESTIONS, SMALL, archive_of
 from tests.dense import dense_answer, dense_logits, stock_copy
 from tests.tiny import TINY_MODELS, WINDOW

@@ -10,15 +10,15 @@ import torch
 from transformers import DynamicCache
 
 from ragkv import Recipe
-from ragkv.codec import fit_basis
+from ragkv.archive.centroids import read_centroids, write_centroids
+from ragkv.archive.codec import fit_basis
+from ragkv.archive.manifest import read_manifest
+from ragkv.archive.payload import rounded
+from ragkv.archive.verify_layer import Spans, layer_faults
+from ragkv.build.layer import Span, write_layer
 from ragkv.errors import ArchiveCorruptError, ArchiveFormatError, ConfigError, NonFiniteError
-from ragkv.faiss_io import read_centroids, write_centroids
-from ragkv.layer_writer import Span, write_layer
-from ragkv.layers import ArchivedLayer, load_layer, whole_layer
-from ragkv.manifest import read_manifest
-from ragkv.payload import rounded
-from ragkv.prefill import LARGEST_NUMBER, CapturedLayer, captured_layers
-from ragkv.verify_layer import Spans, layer_faults
+from ragkv.model.prefill import LARGEST_NUMBER, CapturedLayer, captured_layers
+from ragkv.recall.layers import ArchivedLayer, load_layer, whole_layer
 from tests.archives import archive_of
 from tests.forge import edit_manifest, reseal
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from ragkv.bench import BenchOptions, bench, cut_text
-from ragkv.bench_text import default_text, quotation_questions
 from ragkv.errors import ConfigError
-from ragkv.fidelity import agreement, kl_divergence, measure_fidelity
-from ragkv.layout import PromptLayout, tokenize_prompt
-from ragkv.prefill import prefill_cache
-from ragkv.timing import Times, interleaved, memory_peak
+from ragkv.evaluation.bench import BenchOptions, bench, cut_text
+from ragkv.evaluation.bench_text import default_text, quotation_questions
+from ragkv.evaluation.fidelity import agreement, kl_divergence, measure_fidelity
+from ragkv.evaluation.timing import Times, interleaved, memory_peak
+from ragkv.model.prefill import prefill_cache
+from ragkv.model.prompt import PromptLayout, tokenize_prompt
 from tests.archives import DOCUMENT, EVERYTHING, QUESTIONS, SMALL, archive_of, loaded
 
 

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from ragkv.cli.fit import fit
 from ragkv.errors import ConfigError
-from ragkv.fit import Fit, FitAnswer, Workload, judge
-from ragkv.fit_log import percentile, read_log
-from ragkv.ledger import ArchiveBytes, KVBytes, LedgerRow
+from ragkv.ledger.fit import Fit, FitAnswer, Workload, judge
+from ragkv.ledger.ledger import ArchiveBytes, KVBytes, LedgerRow
+from ragkv.ledger.request_log import percentile, read_log
 
 GOOD = Workload(
     context_median=40_000,

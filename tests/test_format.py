@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from ragkv import Archive, PromptLayout, RagkvError, Recipe, build_archive
+from ragkv.archive.manifest import read_manifest
+from ragkv.archive.verify import verify_archive
 from ragkv.errors import ArchiveCorruptError, ArchiveFormatError
-from ragkv.fingerprint import tokenizer_sha256, weights_sha256
-from ragkv.manifest import read_manifest
-from ragkv.policy import RecallPolicy
-from ragkv.verify import verify_archive
+from ragkv.model.fingerprint import tokenizer_sha256, weights_sha256
+from ragkv.recipe import RecallPolicy
 from tests.archives import SMALL, archive_of, loaded
 from tests.forge import edit_manifest
 from tests.tiny import TEXT

@@ -11,12 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from ragkv import Archive, rows
-from ragkv.faiss_io import read_centroids, write_centroids
-from ragkv.layers import decode_rows, mean_values
-from ragkv.manifest import read_manifest
-from ragkv.payload import from_bits, to_bits
-from ragkv.rows import EXACT, Rows, map_file, read_rows, row_groups, write_rows
+from ragkv import Archive
+from ragkv.archive import rows
+from ragkv.archive.centroids import read_centroids, write_centroids
+from ragkv.archive.manifest import read_manifest
+from ragkv.archive.payload import from_bits, to_bits
+from ragkv.archive.rows import EXACT, Rows, map_file, read_rows, row_groups, write_rows
+from ragkv.recall.layers import decode_rows, mean_values
 from tests.archives import CODED, archive_of, loaded
 from tests.tiny import TEXT
 

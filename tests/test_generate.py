@@ -12,9 +12,9 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, TextIteratorStreamer
 
 from ragkv import Archive, ArchiveCache, LoadedModel, PromptLayout, attach, build_archive
-from ragkv.answer import ask
-from ragkv.layout import question_ids
-from ragkv.streamer import AnswerStreamer
+from ragkv.answer.ask import ask
+from ragkv.answer.stream import AnswerStreamer
+from ragkv.model.prompt import question_ids
 from tests.archives import DOCUMENT, EVERYTHING, QUESTIONS, SMALL, archive_of
 from tests.dense import stock_copy
 from tests.tiny import EOS_ID, TEXT, tiny_model, tiny_tokenizer

@@ -15,8 +15,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ragkv.errors import ConfigError, MissingExtraError, UnsupportedModelError
-from ragkv.gguf_cache import DEMO, MARKER, GgufParts, assemble, cache_dir, convert_gguf
-from ragkv.models import load_config, load_model
+from ragkv.model.gguf import DEMO, MARKER, GgufParts, assemble, cache_dir, convert_gguf
+from ragkv.model.load import load_config, load_model
 from tests.tiny import TEXT, tiny_model, tiny_tokenizer
 
 # GGUF's names for the weights of a Qwen2 model.

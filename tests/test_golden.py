@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ragkv import Archive
+from ragkv.archive.manifest import list_archives
+from ragkv.archive.verify import verify_archive
 from ragkv.errors import ArchiveFormatError
-from ragkv.manifest import list_archives
-from ragkv.verify import verify_archive
 from tests.dense import dense_answer, dense_logits, stock_copy
 from tests.forge import listing
 from tests.make_golden import (

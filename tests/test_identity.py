@@ -18,10 +18,10 @@ from transformers import (
 )
 
 from ragkv import Archive, ArchiveCache, LoadedModel, PromptLayout, attach, build_archive
-from ragkv.answer import ask
-from ragkv.architecture import model_shape
+from ragkv.answer.ask import ask
 from ragkv.errors import ModelMismatchError, RagkvError, UnsupportedModelError
-from ragkv.fingerprint import tokenizer_sha256
+from ragkv.model.fingerprint import tokenizer_sha256
+from ragkv.model.shape import model_shape
 from tests.archives import DOCUMENT, EVERYTHING, SMALL, loaded
 from tests.dense import dense_answer, dense_logits, stock_copy
 from tests.tiny import tiny_config, tiny_model, tiny_tokenizer

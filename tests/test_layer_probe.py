@@ -12,9 +12,8 @@ import torch
 from transformers import DynamicCache
 
 import ragkv.evaluation.layer_probe as layer_probe
-import ragkv.recall
+import ragkv.recall.attention
 from ragkv import Archive, Recipe
-from ragkv.attention import AttentionCall
 from ragkv.errors import ConfigError
 from ragkv.evaluation.layer_probe import (
     CallRecall,
@@ -24,8 +23,9 @@ from ragkv.evaluation.layer_probe import (
     RowFidelity,
     probe_layers,
 )
-from ragkv.policy import RecallPolicy
-from ragkv.prefill import prefill_cache
+from ragkv.model.attention import AttentionCall
+from ragkv.model.prefill import prefill_cache
+from ragkv.recipe import RecallPolicy
 from tests.archives import CODED, DOCUMENT, EVERYTHING, QUESTIONS, SMALL, archive_of
 
 MODELS = ("llama", "gemma3", "gpt_oss", "gemma2")
@@ -206,7 +206,7 @@ def test_a_layer_that_the_policy_keeps_dense_recalls_everything(coded_llama: Sub
 
 def test_blocks_of_rows_change_nothing(coded_llama: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = probed(coded_llama, 30)
-    monkeypatch.setattr(ragkv.recall, "_BLOCK_FLOATS", 1)
+    monkeypatch.setattr(ragkv.recall.attention, "_BLOCK_FLOATS", 1)
     monkeypatch.setattr(layer_probe, "_BLOCK_FLOATS", 20_000)
     for one, other in zip(both(probed(coded_llama, 30)), both(whole), strict=True):
         for field in dataclasses.fields(RowFidelity):

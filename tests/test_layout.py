@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from ragkv.errors import ConfigError
-from ragkv.layout import PLAIN_PREFIX, PLAIN_QUESTION, PromptLayout, question_ids, tokenize_prompt
+from ragkv.model.prompt import PLAIN_PREFIX, PLAIN_QUESTION, PromptLayout, question_ids, tokenize_prompt
 from tests.tiny import BOS, BOS_ID, EOS, EOS_ID, PAD, tiny_tokenizer
 
 PLAIN = PromptLayout.plain()

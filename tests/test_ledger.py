@@ -3,23 +3,22 @@
 import pytest
 from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig, Qwen3Config
 
-from ragkv.architecture import model_shape
 from ragkv.errors import ConfigError
-from ragkv.ledger import (
+from ragkv.ledger.ledger import (
     ArchiveBytes,
     KVBytes,
     LedgerRow,
     archive_bytes,
     build_ledger,
     count_parameters,
-    dtype_bytes,
     kv_bytes,
     kv_bytes_per_token,
     parse_size,
     plain_layers,
     weight_bytes,
 )
-from ragkv.plots import plot_ledger
+from ragkv.ledger.plot import plot_ledger
+from ragkv.model.shape import dtype_bytes, model_shape
 from ragkv.recipe import Recipe
 
 GIB = 2**30

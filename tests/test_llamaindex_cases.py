@@ -30,10 +30,10 @@ from llama_index.core.response_synthesizers import TreeSummarize
 from llama_index.core.schema import ImageNode, IndexNode, MediaResource, MetadataMode, Node, NodeWithScore, TextNode
 from llama_index.core.tools import QueryEngineTool
 
-from ragkv.catalog import Catalog
-from ragkv.compose import Composition
+from ragkv.catalog.catalog import Catalog
 from ragkv.errors import ConfigError
 from ragkv.llamaindex import DOCUMENT_KEY, ArchiveTransform, RagKVLLM, RagKVQueryEngine, RagKVSynthesizer, resolve
+from ragkv.recall.composition import Composition
 from tests.archives import loaded
 from tests.llamaindex_helpers import (
     N_NEW,

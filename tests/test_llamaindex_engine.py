@@ -20,13 +20,13 @@ from llama_index.core.postprocessor import SimilarityPostprocessor
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import QueryBundle
 
-from ragkv.answer import ask
-from ragkv.catalog import Catalog
+from ragkv.answer.ask import ask
+from ragkv.catalog.catalog import Catalog
 from ragkv.errors import ConfigError
-from ragkv.layout import PromptLayout, question_ids
 from ragkv.llamaindex import RagKVQueryEngine, RagKVSynthesizer
-from ragkv.policy import RecallPolicy
-from ragkv.repair import recompute
+from ragkv.model.prompt import PromptLayout, question_ids
+from ragkv.recall.recompute import recompute
+from ragkv.recipe import RecallPolicy
 from tests.archives import SMALL, loaded
 from tests.llamaindex_helpers import (
     N_NEW,

@@ -12,12 +12,12 @@ from llama_index.core.query_engine import RetrieverQueryEngine
 from transformers import PreTrainedTokenizerFast
 
 from ragkv import LoadedModel, attach
-from ragkv.answer import ask
-from ragkv.catalog import Catalog
-from ragkv.compose import Composition
+from ragkv.answer.ask import ask
+from ragkv.catalog.catalog import Catalog
 from ragkv.errors import ConfigError
 from ragkv.llamaindex import DOCUMENT_KEY, RagKVLLM
-from ragkv.prefilled import prefill_document
+from ragkv.recall.composition import Composition
+from ragkv.recall.prefilled import prefill_document
 from tests.archives import loaded
 from tests.llamaindex_helpers import (
     N_NEW,

@@ -13,12 +13,12 @@ from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import BaseNode, NodeWithScore, TextNode
 
 from ragkv import LoadedModel, attach, build_archive
-from ragkv.answer import ask
-from ragkv.catalog import Catalog
-from ragkv.compose import Composition
+from ragkv.answer.ask import ask
+from ragkv.catalog.catalog import Catalog
 from ragkv.errors import ArchiveNotFoundError
 from ragkv.llamaindex import DOCUMENT_KEY, ArchiveTransform, RagKVSynthesizer, resolve
-from ragkv.prefilled import prefill_document
+from ragkv.recall.composition import Composition
+from ragkv.recall.prefilled import prefill_document
 from tests.archives import SMALL, loaded
 from tests.llamaindex_helpers import N_NEW, NAMES, QUESTION, TEXTS, archived_nodes, make_catalog, text_nodes
 from tests.tiny import tiny_model, tiny_tokenizer

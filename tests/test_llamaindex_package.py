@@ -37,7 +37,7 @@ except MissingExtraError as error:
 
 
 def test_importing_ragkv_does_not_import_llama_index() -> None:
-    code = "import sys, ragkv, ragkv.catalog; print([name for name in sys.modules if name.startswith('llama_index')])"
+    code = "import sys, ragkv.catalog.catalog; print([name for name in sys.modules if name.startswith('llama_index')])"
     assert run(code) == "[]"
 
 

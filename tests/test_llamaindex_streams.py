@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ragkv import LoadedModel
-from ragkv.catalog import Catalog
+from ragkv.catalog.catalog import Catalog
 from ragkv.llamaindex import RagKVQueryEngine
 from ragkv.llamaindex.streaming import async_pieces, in_thread, pieces
 from tests.llamaindex_helpers import (

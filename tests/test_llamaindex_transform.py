@@ -20,7 +20,7 @@ from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import SimpleVectorStore
 
 from ragkv import PromptLayout
-from ragkv.catalog import Catalog
+from ragkv.catalog.catalog import Catalog
 from ragkv.errors import ConfigError
 from ragkv.llamaindex import DOCUMENT_KEY, ArchiveTransform, RagKVQueryEngine
 from tests.archives import CODED, loaded

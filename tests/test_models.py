@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from ragkv.errors import ConfigError, UnsupportedModelError
-from ragkv.models import load_config, load_model
+from ragkv.model.load import load_config, load_model
 from tests.tiny import TEXT, tiny_model, tiny_tokenizer
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragkv.bench_text import quotation_questions
 from ragkv.errors import ConfigError
+from ragkv.evaluation.bench_text import quotation_questions
 from ragkv.evaluation.own_questions import OwnQuestions, make_questions
 
 NUMBERS = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"

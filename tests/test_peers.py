@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from ragkv.attention import AttentionCall, causal_mask, dense_attention
+from ragkv.build.layer import Span, document_span
+from ragkv.build.probes import probe_ids
 from ragkv.errors import ConfigError
 from ragkv.evaluation import peer_selection
+from ragkv.evaluation.fidelity import kl_divergence
 from ragkv.evaluation.peer_quantise import Codes
 from ragkv.evaluation.peer_selection import (
     ClusterSelection,
@@ -25,12 +27,10 @@ from ragkv.evaluation.peer_selection import (
     attend_selected,
 )
 from ragkv.evaluation.peers import PEERS, PeerCache, PeerPolicy, PreparedPeer, SelectedLayer, prepare, tokens_of_bytes
-from ragkv.fidelity import kl_divergence
-from ragkv.layer_writer import Span, document_span
-from ragkv.layout import PromptLayout, question_ids, tokenize_prompt
-from ragkv.policy import QUESTION_SHARE
-from ragkv.prefill import prefill_cache
-from ragkv.probes import probe_ids
+from ragkv.model.attention import AttentionCall, causal_mask, dense_attention
+from ragkv.model.prefill import prefill_cache
+from ragkv.model.prompt import PromptLayout, question_ids, tokenize_prompt
+from ragkv.recipe import QUESTION_SHARE
 from tests.archives import DOCUMENT, EVERYTHING, QUESTIONS, SMALL, loaded
 from tests.tiny import tiny_model
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import ragkv.cache
+import ragkv.recall.cache
 from ragkv import Archive, ArchiveCache, LoadedModel, PromptLayout, attach, build_archive
-from ragkv.answer import ask
-from ragkv.attention import AttentionCall
+from ragkv.answer.ask import ask
 from ragkv.errors import ConfigError
-from ragkv.prefill import captured_layers, prefill_cache
+from ragkv.model.attention import AttentionCall
+from ragkv.model.prefill import captured_layers, prefill_cache
 from tests.archives import DOCUMENT, EVERYTHING, QUESTIONS, SMALL, archive_of
 from tests.dense import dense_answer, dense_logits, stock_copy
 from tests.tiny import TEXT, TINY_MODELS, tiny_model, tiny_tokenizer
@@ -68,14 +68,14 @@ def test_attention_sees_the_same_positions_at_every_budget(
     archive: Archive, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[int]] = []
-    attend = ragkv.cache.ArchiveCacheLayer.attend
+    attend = ragkv.recall.cache.ArchiveCacheLayer.attend
 
-    def spy(self: ragkv.cache.ArchiveCacheLayer, call: AttentionCall) -> torch.Tensor:
+    def spy(self: ragkv.recall.cache.ArchiveCacheLayer, call: AttentionCall) -> torch.Tensor:
         assert call.positions is not None
         seen.append(call.positions[0].tolist())
         return attend(self, call)
 
-    monkeypatch.setattr(ragkv.cache.ArchiveCacheLayer, "attend", spy)
+    monkeypatch.setattr(ragkv.recall.cache.ArchiveCacheLayer, "attend", spy)
     inputs = archive.questions([QUESTIONS[1]])
     cache = ArchiveCache(archive, budget=budget)
     archive.model.model.generate(**inputs, cache=cache, max_new_tokens=3, min_new_tokens=3, do_sample=False)

@@ -6,14 +6,13 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from ragkv.attention import attach
-from ragkv.kmeans import cluster_keys
-from ragkv.layer_writer import logit_variance, value_spread
-from ragkv.layout import PromptLayout, tokenize_prompt
-from ragkv.policy import QUESTION_SHARE, RecallPolicy
-from ragkv.prefill import prefill_cache
-from ragkv.probes import N_PROBES, SNIPPET_TOKENS, probe_ids, query_moments
-from ragkv.recipe import Recipe
+from ragkv.build.cluster import cluster_keys
+from ragkv.build.layer import logit_variance, value_spread
+from ragkv.build.probes import N_PROBES, SNIPPET_TOKENS, probe_ids, query_moments
+from ragkv.model.attention import attach
+from ragkv.model.prefill import prefill_cache
+from ragkv.model.prompt import PromptLayout, tokenize_prompt
+from ragkv.recipe import QUESTION_SHARE, RecallPolicy, Recipe
 from tests.archives import DOCUMENT, loaded
 from tests.tiny import tiny_model
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from ragkv import Archive, ArchiveCache, PromptLayout, Recipe, build_archive
-from ragkv.build import BuildResult
-from ragkv.describe import describe_archive
+from ragkv.archive.inspect import describe_archive
+from ragkv.archive.manifest import list_archives, read_manifest
+from ragkv.archive.publish import staging
+from ragkv.archive.verify import verify_archive
+from ragkv.build.builder import BuildResult
 from ragkv.errors import ArchiveNotFoundError, ConfigError
-from ragkv.manifest import list_archives, read_manifest
-from ragkv.policy import RecallPolicy
-from ragkv.publish import staging
-from ragkv.verify import verify_archive
+from ragkv.recipe import RecallPolicy
 from tests.archives import SMALL, archive_of, loaded
 from tests.forge import hashes, listing
 from tests.tiny import TEXT
@@ -188,7 +188,7 @@ def test_two_builders_on_one_path_end_with_one_sound_archive(tmp_path: Path) -> 
 SWAPPER = """
 import sys
 from pathlib import Path
-from ragkv.publish import staging
+from ragkv.archive.publish import staging
 for _ in range(40):
     with staging(Path(sys.argv[1]) / "a") as folder:
         (folder / "manifest.json").write_text("{}")

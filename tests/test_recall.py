@@ -11,15 +11,15 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-import ragkv.cache
-import ragkv.recall
+import ragkv.recall.attention
+import ragkv.recall.cache
 from ragkv import Archive, ArchiveCache, LoadedModel, PromptLayout, Recipe, attach, build_archive
-from ragkv.attention import AttentionCall
-from ragkv.layers import RecallTables
-from ragkv.placed import PlacedLayer
-from ragkv.policy import Limit, RecallPolicy
-from ragkv.recall import BlockRecall, choose_clusters, gather_rows, recall_attention
-from ragkv.rows import read_rows
+from ragkv.archive.rows import read_rows
+from ragkv.model.attention import AttentionCall
+from ragkv.recall.attention import BlockRecall, choose_clusters, gather_rows, recall_attention
+from ragkv.recall.layers import RecallTables
+from ragkv.recall.placed import PlacedLayer
+from ragkv.recipe import Limit, RecallPolicy
 from tests.archives import CODED, DOCUMENT, EVERYTHING, QUESTIONS, SMALL, archive_of
 from tests.decoding import Vector, decoded
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -46,7 +46,7 @@ def record(archive: Archive, policy: RecallPolicy | int, monkeypatch: pytest.Mon
 
     policy = RecallPolicy(budget=policy) if isinstance(policy, int) else policy
     with monkeypatch.context() as patch:
-        patch.setattr(ragkv.cache, "recall_attention", spy)
+        patch.setattr(ragkv.recall.cache, "recall_attention", spy)
         archive.model.model.generate(
             **archive.questions(QUESTIONS),
             cache=ArchiveCache(archive, policy=policy),
@@ -231,7 +231,7 @@ def test_a_question_in_several_blocks_equals_one_block(
     archive: Archive, block_floats: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded = record(archive, 40, monkeypatch)
-    monkeypatch.setattr(ragkv.recall, "_BLOCK_FLOATS", block_floats)
+    monkeypatch.setattr(ragkv.recall.attention, "_BLOCK_FLOATS", block_floats)
     for done in recorded:
         counter = BlockCounter()
         again = recall_attention(done.call, done.layer, done.limit, counter)

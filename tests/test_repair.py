@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-import ragkv.cache
+import ragkv.recall.cache
 from ragkv import Archive, ArchiveCache
-from ragkv.compose import REUSED, Composition
 from ragkv.errors import ConfigError
-from ragkv.placed import Weighting
-from ragkv.prefilled import prefill_document
-from ragkv.recall import recall_attention
-from ragkv.repair import recompute
+from ragkv.recall.attention import recall_attention
+from ragkv.recall.composition import REUSED, Composition
+from ragkv.recall.placed import Weighting
+from ragkv.recall.prefilled import prefill_document
+from ragkv.recall.recompute import recompute
 from tests.archives import DOCUMENT, EVERYTHING, QUESTIONS, SMALL, archive_of
 from tests.dense import dense_logits, stock_copy
 
@@ -116,7 +116,7 @@ def test_weighting_is_that_of_the_paper(tmp_path: Path, weighting: Weighting, mo
         checked.append(layer.index)
         return out
 
-    monkeypatch.setattr(ragkv.cache, "recall_attention", spy)
+    monkeypatch.setattr(ragkv.recall.cache, "recall_attention", spy)
     logits(composition)
     assert checked == [0, 1, 2]
 

@@ -10,13 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-import ragkv.recall
-import ragkv.trace
+import ragkv.recall.attention
+import ragkv.recall.trace
 from ragkv import Archive, ArchiveCache, LoadedModel, PromptLayout, attach, build_archive
-from ragkv.answer import ask
-from ragkv.policy import QUESTION_SHARE
-from ragkv.recall import Choice
-from ragkv.trace import LayerRecall, RecallTrace
+from ragkv.answer.ask import ask
+from ragkv.recall.attention import Choice
+from ragkv.recall.trace import LayerRecall, RecallTrace
+from ragkv.recipe import QUESTION_SHARE
 from tests.archives import CODED, DOCUMENT, EVERYTHING, QUESTIONS, SMALL, archive_of
 from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
 
@@ -85,7 +85,7 @@ def test_a_model_with_one_recalling_layer_has_as_many_steps(tmp_path: Path) -> N
 
 def test_blocks_of_rows_belong_to_one_step(llama: Archive, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = traced(llama)
-    monkeypatch.setattr(ragkv.recall, "_BLOCK_FLOATS", 1)
+    monkeypatch.setattr(ragkv.recall.attention, "_BLOCK_FLOATS", 1)
     cut = traced(llama)
     assert cut.n_steps == whole.n_steps == N_NEW
     assert len(cut.steps[0]) > len(whole.steps[0])
@@ -196,9 +196,9 @@ def test_nothing_is_computed_for_a_cache_without_observer(llama: Archive, monkey
 
 
 def test_debug_logging_names_the_four_values_of_each_step(llama: Archive, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, "ragkv.recall"):
+    with caplog.at_level(logging.DEBUG, "ragkv.recall.attention"):
         trace = traced(llama)
-    lines = [record.getMessage() for record in caplog.records if record.name == "ragkv.recall"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "ragkv.recall.attention"]
     expected = [(number, entry) for number, step in enumerate(trace.steps, 1) for entry in step]
     assert len(lines) == len(expected) == N_NEW * 3
     pattern = r"step (\d+) layer (\d+): clusters (\d+), hit (\[.*\]), tokens recalled (\[.*\]), KV bytes (\d+)"

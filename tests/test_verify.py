@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from ragkv import Archive, LoadedModel, PromptLayout, RagkvError, Recipe, attach, build_archive, rows
+from ragkv import Archive, LoadedModel, PromptLayout, RagkvError, Recipe, attach, build_archive
+from ragkv.archive import rows
+from ragkv.archive.centroids import write_centroids
+from ragkv.archive.manifest import read_manifest
+from ragkv.archive.rows import Rows
+from ragkv.archive.verify import verify_archive
 from ragkv.errors import ArchiveCorruptError, ArchiveNotFoundError
-from ragkv.faiss_io import write_centroids
-from ragkv.manifest import read_manifest
-from ragkv.rows import Rows
-from ragkv.verify import verify_archive
 from tests.archives import CODED, SMALL, archive_of, loaded
 from tests.forge import edit_exact, edit_manifest, edit_rows, edit_table, entry_of, first_pair, only_layer_one, reseal
 from tests.tiny import TEXT, TINY_MODELS, tiny_model, tiny_tokenizer

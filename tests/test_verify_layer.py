@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ragkv.manifest import read_manifest
-from ragkv.rows import Rows, read_rows
-from ragkv.verify import verify_archive
+from ragkv.archive.manifest import read_manifest
+from ragkv.archive.rows import Rows, read_rows
+from ragkv.archive.verify import verify_archive
 from tests.archives import CODED, archive_of
 from tests.forge import edit_manifest, edit_rows, edit_table, entry_of, first_pair, only_layer_one, reseal
 from tests.tiny import TEXT

@@ -9,24 +9,28 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ragkv.cli.common import DeviceOption, DtypeOption, JsonOption, load, progress
-from ragkv.cli.compose_options import (
+from ragkv.cli.options import (
     ArchiveOption,
+    BudgetOption,
     CatalogOption,
     DocumentOption,
+    MassOption,
+    PilotOption,
     PositionsOption,
     RecomputeOption,
     ScaleOption,
     TemperatureOption,
+    TopMOption,
     archive_folders,
     check_compose_options,
+    choose_policy,
     compose,
 )
 from ragkv.cli.output import format_bytes, out, print_json
-from ragkv.cli.recall_options import BudgetOption, MassOption, PilotOption, TopMOption, choose_policy
 from ragkv.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ragkv.answer import Answer
+    from ragkv.answer.ask import Answer
 
 
 def ask(
@@ -83,10 +87,10 @@ def ask(
         raise ConfigError(f"--report shows what was recalled, and --mode is {mode!r}; leave one of them out")
     if report is not None and (report.is_dir() or not report.absolute().parent.is_dir()):
         raise ConfigError(f"--report is {str(report)!r}; give the name of a file in a folder that exists")
-    from ragkv.answer import ask as answer_question
-    from ragkv.answer import check_options
-    from ragkv.manifest import read_manifest
-    from ragkv.placed import Weighting
+    from ragkv.answer.ask import ask as answer_question
+    from ragkv.answer.ask import check_options
+    from ragkv.archive.manifest import read_manifest
+    from ragkv.recall.placed import Weighting
 
     check_options(budget=budget, mode=mode, max_new_tokens=max_new_tokens, question=question)
     check_compose_options(positions=positions, recompute=recompute)
@@ -142,7 +146,7 @@ def ask(
 
 def write_report(path: Path, question: str, answer: Answer, model: str, *, recomputed: int = 0) -> None:
     """Write the page of an answer that carries evidence; `recomputed` tokens of its documents were computed again."""
-    from ragkv.answer_report import AnswerPage, render_answer
+    from ragkv.answer.page import AnswerPage, render_answer
     from ragkv.page import write_page
     from ragkv.version import __version__
 

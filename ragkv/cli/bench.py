@@ -9,13 +9,13 @@ import typer
 from rich.table import Table
 
 from ragkv.cli.common import DeviceOption, DtypeOption, JsonOption, LayoutOption, choose_layout, load, progress
+from ragkv.cli.options import BudgetOption
 from ragkv.cli.output import format_bytes, out, print_json
-from ragkv.cli.recall_options import BudgetOption
 from ragkv.errors import ConfigError
 from ragkv.recipe import Recipe
 
 if TYPE_CHECKING:
-    from ragkv.bench import Run
+    from ragkv.evaluation.bench import Run
 
 
 def bench(
@@ -53,10 +53,10 @@ def bench(
     """
     if steps < 1:
         raise ConfigError(f"--steps is {steps}; give at least 1")
-    from ragkv import bench_text
-    from ragkv.answer import check_options
-    from ragkv.bench import BenchOptions, environment
-    from ragkv.bench import bench as measure
+    from ragkv.answer.ask import check_options
+    from ragkv.evaluation import bench_text
+    from ragkv.evaluation.bench import BenchOptions, environment
+    from ragkv.evaluation.bench import bench as measure
 
     check_options(budget=budget)
     settings = Recipe.from_toml(recipe) if recipe else Recipe()

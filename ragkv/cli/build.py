@@ -13,8 +13,8 @@ from ragkv.errors import ConfigError, RagkvError
 from ragkv.recipe import Recipe
 
 if TYPE_CHECKING:
-    from ragkv.layout import PromptLayout
-    from ragkv.models import LoadedModel
+    from ragkv.model.load import LoadedModel
+    from ragkv.model.prompt import PromptLayout
 
 DEFAULT_OUT = Path("indexes")
 
@@ -71,7 +71,7 @@ def build(
 
 def _read_documents(files: list[Path], out_dir: Path) -> list[tuple[Path, str]]:
     """Read every document before the model is loaded, so that a wrong name costs nothing."""
-    from ragkv.bench_text import read_text
+    from ragkv.evaluation.bench_text import read_text
 
     names: dict[str, Path] = {}
     for path in files:
@@ -87,7 +87,7 @@ def _read_documents(files: list[Path], out_dir: Path) -> list[tuple[Path, str]]:
 def _build_one(
     loaded: LoadedModel, path: Path, text: str, target: Path, recipe: Recipe, layout: PromptLayout, *, force: bool
 ) -> dict[str, Any]:
-    from ragkv.build import build_archive, is_current
+    from ragkv.build.builder import build_archive, is_current
 
     row: dict[str, Any] = {"file": str(path), "archive": str(target)}
     if not force and is_current(loaded, text, target, recipe=recipe, layout=layout):

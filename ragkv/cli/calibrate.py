@@ -159,7 +159,7 @@ def _require_extras(plan: Plan) -> None:
 
 def _settings(sources: tuple[Source, ...], plan: Plan, sweep: Sweep) -> dict[str, object]:
     """All that changes results and is known without the model: a run goes on only where it is the same."""
-    from ragkv.manifest import TOKENS_FILE
+    from ragkv.archive.manifest import TOKENS_FILE
     from ragkv.version import __version__
 
     first = sources[0].manifest
@@ -208,12 +208,12 @@ def _measure(
     dtype: str | None,
     device: str | None,
 ) -> tuple[Calibration, About]:
-    from ragkv.bench import environment
     from ragkv.evaluation import calibrate as measuring
+    from ragkv.evaluation.bench import environment
     from ragkv.evaluation.calibrate_tasks import make_tasks
     from ragkv.evaluation.calibrate_words import About
     from ragkv.evaluation.run import ResultsFolder
-    from ragkv.fingerprint import require_match
+    from ragkv.model.fingerprint import require_match
 
     loaded = load(name, dtype, device)
     first = sources[0].manifest

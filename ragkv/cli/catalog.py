@@ -14,7 +14,7 @@ from ragkv.errors import ConfigError, RagkvError
 from ragkv.recipe import Recipe
 
 if TYPE_CHECKING:
-    from ragkv.catalog import Catalog, CatalogEntry
+    from ragkv.catalog.catalog import Catalog, CatalogEntry
 
 ID_SHOWN = 12
 """Characters of an id in tables; the start of an id names a document as well as the whole."""
@@ -71,7 +71,7 @@ def add(
       ragkv catalog add library reports/*.txt --model demo
       ragkv catalog add library reports/march.txt --replace
     """
-    from ragkv.bench_text import read_text
+    from ragkv.evaluation.bench_text import read_text
 
     settings = Recipe.from_toml(recipe) if recipe else None
     if replace and len({path.name for path in files}) < len(files):
@@ -110,7 +110,7 @@ def list_documents(
       ragkv catalog list library
       ragkv catalog list library report --json
     """
-    from ragkv.catalog import Catalog
+    from ragkv.catalog.catalog import Catalog
 
     found = Catalog.open(folder)
     entries = found.entries(match)
@@ -149,8 +149,8 @@ def remove(
       ragkv catalog remove library march.txt
       ragkv catalog remove library 3fa9c1 77b0e2
     """
-    from ragkv.catalog import Catalog
-    from ragkv.catalog_head import is_document_id
+    from ragkv.catalog.catalog import Catalog
+    from ragkv.catalog.head import is_document_id
 
     found = Catalog.open(folder)
     rows, faults = [], []
@@ -189,7 +189,7 @@ def gc(
       ragkv catalog gc library --dry-run
       ragkv catalog gc library --grace 60
     """
-    from ragkv.catalog import Catalog
+    from ragkv.catalog.catalog import Catalog
 
     done = Catalog.open(folder).gc(grace, dry_run=dry_run)
     if as_json:
@@ -217,8 +217,8 @@ def _open_to_add(
     folder: Path, model: str | None, recipe: Recipe | None, *, layout: str, dtype: str | None, device: str | None
 ) -> Catalog:
     """Open or make the catalog; what is not said is as in the catalog that is there."""
-    from ragkv.catalog import Catalog
-    from ragkv.catalog_head import has_head, read_head
+    from ragkv.catalog.catalog import Catalog
+    from ragkv.catalog.head import has_head, read_head
 
     if has_head(folder):
         head = read_head(folder)

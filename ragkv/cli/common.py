@@ -23,8 +23,8 @@ from ragkv.cli.output import err
 from ragkv.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ragkv.layout import PromptLayout
-    from ragkv.models import LoadedModel
+    from ragkv.model.load import LoadedModel
+    from ragkv.model.prompt import PromptLayout
 
 Report = Callable[[str, int, int], None]
 
@@ -42,7 +42,7 @@ LayoutOption = Annotated[
 
 def load(name: str, dtype: str | None, device: str | None) -> LoadedModel:
     """Load a model, saying on stderr what takes long."""
-    from ragkv.models import load_model
+    from ragkv.model.load import load_model
 
     with err.status(f"loading {name}") as status:
         return load_model(name, dtype=dtype, device=device, progress=status.update)
@@ -50,7 +50,7 @@ def load(name: str, dtype: str | None, device: str | None) -> LoadedModel:
 
 def choose_layout(choice: str, model: LoadedModel) -> PromptLayout:
     """The layout that an option names."""
-    from ragkv.layout import PromptLayout
+    from ragkv.model.prompt import PromptLayout
 
     if choice == "auto":
         return model.layout
@@ -63,7 +63,7 @@ def choose_layout(choice: str, model: LoadedModel) -> PromptLayout:
 
 def read_layout(path: Path) -> PromptLayout:
     """A layout from a TOML file with the key ``prompt`` and an optional list ``stop``."""
-    from ragkv.layout import PromptLayout
+    from ragkv.model.prompt import PromptLayout
 
     if path.suffix != ".toml":
         raise ConfigError(f"layout is {str(path)!r}; give auto, plain, chat or a .toml file")

@@ -88,13 +88,13 @@ def evaluate(
       ragkv eval --model demo --data data --suite xquad-en --out steps --steps --layers --recipe mine.toml
       ragkv eval --model demo --data data --suite perplexity --out perplexity --tokens 16384 --json
     """
-    from ragkv.architecture import model_shape
     from ragkv.evaluation.eval_report import REPORT_FILE, write_result
     from ragkv.evaluation.evaluate import check_extras, settings_of
     from ragkv.evaluation.evaluate import evaluate as measure
     from ragkv.evaluation.plan import EvalOptions
     from ragkv.evaluation.run import ResultsFolder
-    from ragkv.models import load_config
+    from ragkv.model.load import load_config
+    from ragkv.model.shape import model_shape
 
     options = EvalOptions(
         data=data,

@@ -16,8 +16,8 @@ from ragkv.errors import ConfigError
 from ragkv.recipe import Recipe
 
 if TYPE_CHECKING:
-    from ragkv.fit import Fit, Workload
-    from ragkv.ledger import LedgerRow
+    from ragkv.ledger.fit import Fit, Workload
+    from ragkv.ledger.ledger import LedgerRow
 
 STYLES = {"yes": "green", "no": "red", "unknown": "yellow"}
 VERDICT_STYLES = {"fits": "bold green", "pilot first": "bold yellow", "does not fit": "bold red"}
@@ -118,7 +118,7 @@ def fit(
 
 
 def _answer(workload: Workload, account: _Account, *, as_json: bool) -> None:
-    from ragkv.fit import judge
+    from ragkv.ledger.fit import judge
 
     subject = _account_subject(account)
     rows = () if subject is None else _rows(subject, workload.lengths, account)
@@ -142,8 +142,8 @@ def _workload(
     look_back: float | None,
 ) -> Workload:
     """The log, with options only for what it does not say; or the options alone."""
-    from ragkv.fit import Workload
-    from ragkv.fit_log import read_log
+    from ragkv.ledger.fit import Workload
+    from ragkv.ledger.request_log import read_log
 
     if log is None:
         if context_tokens is None:
@@ -170,7 +170,7 @@ def _workload(
 
 def _account_subject(account: _Account) -> Subject | None:
     """What the ledger is about; None when no model is named, which then no option may qualify."""
-    from ragkv.ledger import dtype_bytes
+    from ragkv.model.shape import dtype_bytes
 
     if all(value is None for value in (account.model, account.layers, account.kv_heads, account.head_dim)):
         idle = {"--gpu-memory": account.gpu_memory is not None, "--recipe": account.recipe is not None}
@@ -188,7 +188,8 @@ def _account_subject(account: _Account) -> Subject | None:
 
 
 def _rows(subject: Subject, lengths: Sequence[int], account: _Account) -> tuple[LedgerRow, ...]:
-    from ragkv.ledger import build_ledger, dtype_bytes, parse_size
+    from ragkv.ledger.ledger import build_ledger, parse_size
+    from ragkv.model.shape import dtype_bytes
 
     return build_ledger(
         subject.layers,

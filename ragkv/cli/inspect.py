@@ -24,7 +24,7 @@ def inspect(
       ragkv inspect report.kv
       ragkv inspect report.kv --json
     """
-    from ragkv.describe import describe_archive
+    from ragkv.archive.inspect import describe_archive
 
     archive = describe_archive(folder)
     if as_json:

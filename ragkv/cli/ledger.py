@@ -14,8 +14,8 @@ from ragkv.errors import ConfigError
 from ragkv.recipe import Recipe
 
 if TYPE_CHECKING:
-    from ragkv.architecture import LayerShape
-    from ragkv.ledger import LedgerRow
+    from ragkv.ledger.ledger import LedgerRow
+    from ragkv.model.shape import LayerShape
 
 DEFAULT_TOKENS = (4096, 16384, 32768, 131072)
 
@@ -59,10 +59,11 @@ def ledger(
       ragkv ledger --model Qwen/Qwen3-8B --gpu-memory 24GiB
       ragkv ledger --layers 32 --kv-heads 32 --head-dim 128 --dtype fp16 --tokens 32768
     """
-    from ragkv import ledger as account
+    from ragkv.ledger import ledger as account
+    from ragkv.model.shape import dtype_bytes
 
     settings = Recipe.from_toml(recipe) if recipe else Recipe()
-    value_bytes = account.dtype_bytes(dtype)
+    value_bytes = dtype_bytes(dtype)
     card = account.parse_size(gpu_memory) if gpu_memory is not None else None
     subject = find_subject(model, value_bytes, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
     rows = account.build_ledger(
@@ -76,7 +77,7 @@ def ledger(
     )
     per_token = account.kv_bytes_per_token(subject.layers, value_bytes=value_bytes, batch=batch)
     if plot:
-        from ragkv.plots import plot_ledger
+        from ragkv.ledger.plot import plot_ledger
 
         plot_ledger(rows, plot, title=f"KV cache of {_title(subject, dtype, batch)}")
     if as_json:
@@ -90,15 +91,15 @@ def ledger(
 def find_subject(
     model: str | None, value_bytes: int, *, layers: int | None, kv_heads: int | None, head_dim: int | None
 ) -> Subject:
-    from ragkv.ledger import plain_layers, weight_bytes
+    from ragkv.ledger.ledger import plain_layers, weight_bytes
 
     numbers = {"--layers": layers, "--kv-heads": kv_heads, "--head-dim": head_dim}
     given = [name for name, value in numbers.items() if value is not None]
     if model is not None and given:
         raise ConfigError(f"{given[0]} was given together with --model {model!r}; give one or the other")
     if model is not None:
-        from ragkv.architecture import model_shape
-        from ragkv.models import load_config
+        from ragkv.model.load import load_config
+        from ragkv.model.shape import model_shape
 
         config = load_config(model)
         shape = model_shape(config)

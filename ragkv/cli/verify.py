@@ -28,7 +28,7 @@ def verify(
       ragkv verify report.kv
       ragkv verify archives/*
     """
-    from ragkv.verify import verify_archive
+    from ragkv.archive.verify import verify_archive
 
     faults: dict[Path, list[str]] = {}
     missing: ArchiveNotFoundError | None = None

@@ -23,7 +23,6 @@ from statistics import fmean
 
 import torch
 
-from ragkv.architecture import model_shape
 from ragkv.evaluation.calibrate_rule import (
     BASE,
     Choice,
@@ -39,8 +38,9 @@ from ragkv.evaluation.calibrate_rule import (
 from ragkv.evaluation.compare import Outcome
 from ragkv.evaluation.run import Measured, Progress, ResultsFolder, Task, run
 from ragkv.evaluation.subjects import DENSE, SubjectSpec
-from ragkv.layout import PromptLayout
-from ragkv.models import LoadedModel
+from ragkv.model.load import LoadedModel
+from ragkv.model.prompt import PromptLayout
+from ragkv.model.shape import model_shape
 from ragkv.recipe import Recipe
 
 LAYER_QUESTIONS = 6

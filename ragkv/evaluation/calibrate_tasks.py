@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ragkv.archive.manifest import TOKENS_FILE, Manifest, read_manifest
 from ragkv.errors import ArchiveCorruptError, ConfigError, ModelMismatchError
 from ragkv.evaluation.calibrate_rule import check_questions
 from ragkv.evaluation.own_questions import make_questions
 from ragkv.evaluation.suites import Item
-from ragkv.manifest import TOKENS_FILE, Manifest, read_manifest
 
 if TYPE_CHECKING:
     from ragkv.evaluation.run import Task
-    from ragkv.layout import PromptTokens
-    from ragkv.models import LoadedModel
+    from ragkv.model.load import LoadedModel
+    from ragkv.model.prompt import PromptTokens
 
 TASKS = ("auto", "qa", "lookup")
 N_OWN_QUESTIONS = 24
@@ -124,7 +124,7 @@ def read_asked(path: str | Path) -> tuple[Asked, ...]:
     ConfigError
         If the file cannot be read or holds no questions, or a line is wrong (its number is named).
     """
-    from ragkv.bench_text import read_text
+    from ragkv.evaluation.bench_text import read_text
 
     lines = [(number, text.strip()) for number, text in enumerate(read_text(path).split("\n"), 1) if text.strip()]
     if not lines:
@@ -268,9 +268,9 @@ def archived_tokens(source: Source) -> PromptTokens:
     ArchiveCorruptError
         If the file does not match its checksum.
     """
-    from ragkv.layout import PromptTokens
-    from ragkv.publish import hash_file
-    from ragkv.tables import read_tokens
+    from ragkv.archive.publish import hash_file
+    from ragkv.archive.tables import read_tokens
+    from ragkv.model.prompt import PromptTokens
 
     manifest = source.manifest
     try:
@@ -296,8 +296,8 @@ def _planted(
     model: LoadedModel, source: Source, tokens: PromptTokens, n_questions: int
 ) -> tuple[PromptTokens, tuple[Item, ...]]:
     """The document with facts in it, tokenised afresh, and the questions: continuations first, then look-ups."""
-    from ragkv.layout import tokenize_prompt
-    from ragkv.prefill import check_document_length
+    from ragkv.model.prefill import check_document_length
+    from ragkv.model.prompt import tokenize_prompt
 
     text = model.tokenizer.decode(
         list(tokens.document_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from ragkv.evaluation.fidelity import Decoded, agreement, decode_answer, kl_divergence
 from ragkv.evaluation.metrics import METRICS
 from ragkv.evaluation.subjects import DenseSubject, Document, Subject
 from ragkv.evaluation.suites import Item
-from ragkv.fidelity import Decoded, agreement, decode_answer, kl_divergence
-from ragkv.layout import question_ids
-from ragkv.models import LoadedModel
+from ragkv.model.load import LoadedModel
+from ragkv.model.prompt import question_ids
 
 OnProgress = Callable[[int, int], None]
 

@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ragkv.architecture import model_shape
-from ragkv.bench_text import read_text
 from ragkv.errors import ConfigError
+from ragkv.evaluation.bench_text import read_text
 from ragkv.evaluation.plan import context_limit
 from ragkv.evaluation.suites import Item
-from ragkv.layout import question_ids, tokenize_prompt
-from ragkv.models import LoadedModel
-from ragkv.policy import check_whole
+from ragkv.model.load import LoadedModel
+from ragkv.model.prompt import question_ids, tokenize_prompt
+from ragkv.model.shape import model_shape
+from ragkv.recipe import check_whole
 
 FILE = "xquad.en.json"
 QUESTIONS_TOGETHER = 2

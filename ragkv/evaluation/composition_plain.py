@@ -8,14 +8,14 @@ from functools import cached_property
 
 from transformers import DynamicCache
 
-from ragkv.architecture import model_shape
-from ragkv.fidelity import Decoded, decode_answer
-from ragkv.inputs import padded_inputs
-from ragkv.kv import fork_cache
-from ragkv.layout import QUESTION_SLOT, PromptLayout, prefix_ids
-from ragkv.models import LoadedModel
-from ragkv.prefill import prefill_cache
-from ragkv.timing import drain
+from ragkv.evaluation.fidelity import Decoded, decode_answer
+from ragkv.evaluation.timing import drain
+from ragkv.model.inputs import padded_inputs
+from ragkv.model.kv import fork_cache
+from ragkv.model.load import LoadedModel
+from ragkv.model.prefill import prefill_cache
+from ragkv.model.prompt import QUESTION_SLOT, PromptLayout, prefix_ids
+from ragkv.model.shape import model_shape
 
 _BETWEEN = "\n\n"  # what its compact response mode puts between texts
 

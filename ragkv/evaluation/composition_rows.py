@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from ragkv.compose import REUSED
 from ragkv.errors import ConfigError
 from ragkv.evaluation.metrics import MeanScore, mean_score
+from ragkv.recall.composition import REUSED
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -20,14 +20,11 @@ from typing import Any
 
 from transformers import Cache
 
-from ragkv.archive import Archive
-from ragkv.bench import environment
-from ragkv.bench_text import read_text
-from ragkv.build import document_sha256
-from ragkv.cache import ArchiveCache
-from ragkv.catalog import Catalog
-from ragkv.compose import REUSED, Composition
+from ragkv.build.builder import document_sha256
+from ragkv.catalog.catalog import Catalog
 from ragkv.errors import ConfigError
+from ragkv.evaluation.bench import environment
+from ragkv.evaluation.bench_text import read_text
 from ragkv.evaluation.composition_cases import FILE, Case, PoolDocument, cases_beyond, draw_cases, read_pool
 from ragkv.evaluation.composition_plain import PlainPrompt
 from ragkv.evaluation.composition_rows import (
@@ -42,18 +39,20 @@ from ragkv.evaluation.composition_rows import (
     Row,
     RowFile,
 )
+from ragkv.evaluation.fidelity import Decoded, agreement, decode_answer, kl_divergence
 from ragkv.evaluation.metrics import METRICS
 from ragkv.evaluation.run import RESULTS_FILE, ResultsFolder
-from ragkv.fidelity import Decoded, agreement, decode_answer, kl_divergence
-from ragkv.kv import fork_cache
-from ragkv.layout import question_ids, tokenize_prompt
-from ragkv.models import LoadedModel
-from ragkv.placed import Weighting
-from ragkv.policy import RecallPolicy, check_whole
-from ragkv.prefill import prefill_cache
-from ragkv.recipe import Recipe
-from ragkv.repair import recompute
-from ragkv.timing import drain
+from ragkv.evaluation.timing import drain
+from ragkv.model.kv import fork_cache
+from ragkv.model.load import LoadedModel
+from ragkv.model.prefill import prefill_cache
+from ragkv.model.prompt import question_ids, tokenize_prompt
+from ragkv.recall.archive import Archive
+from ragkv.recall.cache import ArchiveCache
+from ragkv.recall.composition import REUSED, Composition
+from ragkv.recall.placed import Weighting
+from ragkv.recall.recompute import recompute
+from ragkv.recipe import RecallPolicy, Recipe, check_whole
 from ragkv.version import __version__
 
 HEADER_FILE, ARCHIVES = "header.json", "archives"

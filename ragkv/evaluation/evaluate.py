@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ragkv.architecture import model_shape
-from ragkv.bench import environment
 from ragkv.errors import MissingExtraError
+from ragkv.evaluation.bench import environment
 from ragkv.evaluation.frontier import COSTS, KL, Frontier, judge_frontier
 from ragkv.evaluation.plan import (
     BOUNDS,
@@ -25,8 +24,9 @@ from ragkv.evaluation.plan import (
 )
 from ragkv.evaluation.run import Measured, Progress, ResultsFolder, Task, measure_layers, run
 from ragkv.evaluation.summary import GroupSummary, summarise
-from ragkv.layout import PromptLayout
-from ragkv.models import LoadedModel
+from ragkv.model.load import LoadedModel
+from ragkv.model.prompt import PromptLayout
+from ragkv.model.shape import model_shape
 from ragkv.version import __version__
 
 LAYERS_FILE = "layers.json"

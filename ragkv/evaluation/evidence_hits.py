@@ -1,7 +1,7 @@
 """Whether passages hold the gold answer, and the ways of finding them that attention is measured against.
 
-Every way gives passages and a score for each document. Those of attention come from `ragkv.evidence`; the others know
-the question and the text only: words shared with the question, and sentence embeddings.
+Every way gives passages and a score for each document. Those of attention come from `ragkv.answer.evidence`; the others
+know the question and the text only: words shared with the question, and sentence embeddings.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from statistics import fmean, pstdev
 
 import torch
 
+from ragkv.answer.passages import DocumentEvidence, Span, merge_passages, sentence_runs
 from ragkv.errors import MissingExtraError
 from ragkv.evaluation.composition_cases import BREAK, Case, PoolDocument
 from ragkv.evaluation.metrics import METRICS
-from ragkv.evidence_spans import DocumentEvidence, Span, merge_passages, sentence_runs
 
 TOP = 3
 ANSWERED = 0.5

@@ -15,11 +15,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ragkv.answer import ask
-from ragkv.bench import environment
-from ragkv.bench_text import read_text
-from ragkv.compose import Composition
+from ragkv.answer.ask import ask
+from ragkv.answer.passages import DocumentEvidence
 from ragkv.errors import ConfigError
+from ragkv.evaluation.bench import environment
+from ragkv.evaluation.bench_text import read_text
 from ragkv.evaluation.composition_cases import (
     FILE,
     QUESTIONS_TOGETHER,
@@ -51,12 +51,11 @@ from ragkv.evaluation.evidence_hits import (
     split_evidence,
 )
 from ragkv.evaluation.run import RESULTS_FILE, ResultsFolder
-from ragkv.evidence_spans import DocumentEvidence
-from ragkv.layout import document_sha256
-from ragkv.models import LoadedModel
-from ragkv.policy import check_whole
-from ragkv.prefilled import prefill_document
-from ragkv.recipe import Recipe
+from ragkv.model.load import LoadedModel
+from ragkv.model.prompt import document_sha256
+from ragkv.recall.composition import Composition
+from ragkv.recall.prefilled import prefill_document
+from ragkv.recipe import Recipe, check_whole
 from ragkv.version import __version__
 
 ARTICLES, PARAGRAPHS = "articles", "paragraphs"

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from ragkv.evaluation.fidelity import clustered_error
 from ragkv.evaluation.metrics import mean_score
 from ragkv.evaluation.run import Measured
 from ragkv.evaluation.summary import of_subject, pairs
-from ragkv.fidelity import clustered_error
 
 COSTS: Mapping[str, str] = {
     "read": "bytes read per answer token",

@@ -24,19 +24,19 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from ragkv.archive import Archive
-from ragkv.attention import ArchivedAttention, AttentionCall, cap, tag
-from ragkv.cache import ArchiveCache, ArchiveCacheLayer
+from ragkv.archive.groups import group_sums
+from ragkv.archive.rows import read_rows
 from ragkv.errors import ConfigError
-from ragkv.fidelity import decode_answer
-from ragkv.groups import group_sums
-from ragkv.kv import fork_cache, layer_tensors
-from ragkv.layers import ArchivedLayer, decode_rows
-from ragkv.layout import question_ids
-from ragkv.placed import PlacedLayer
-from ragkv.policy import RecallPolicy
-from ragkv.recall import BlockRecall
-from ragkv.rows import read_rows
+from ragkv.evaluation.fidelity import decode_answer
+from ragkv.model.attention import ArchivedAttention, AttentionCall, cap, tag
+from ragkv.model.kv import fork_cache, layer_tensors
+from ragkv.model.prompt import question_ids
+from ragkv.recall.archive import Archive
+from ragkv.recall.attention import BlockRecall
+from ragkv.recall.cache import ArchiveCache, ArchiveCacheLayer
+from ragkv.recall.layers import ArchivedLayer, decode_rows
+from ragkv.recall.placed import PlacedLayer
+from ragkv.recipe import RecallPolicy
 
 _BLOCK_FLOATS = 1 << 23  # attention weights held at once; longer questions are compared in blocks of rows
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ragkv.attention import AttentionCall, dense_attention
+from ragkv.build.layer import Span
 from ragkv.errors import ConfigError
-from ragkv.layer_writer import Span
+from ragkv.model.attention import AttentionCall, dense_attention
 
 _SCALE_BYTES = 4  # a scale and an offset in float16
 _SMALLEST_SCALE = 2.0**-24  # of float16; also keeps a constant row from dividing by zero

@@ -12,12 +12,12 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from ragkv.attention import AttentionCall, cap
-from ragkv.groups import group_sizes, group_sums
-from ragkv.kmeans import assign
-from ragkv.layer_writer import Span
-from ragkv.policy import Limit
-from ragkv.recall import choose_clusters
+from ragkv.archive.groups import group_sizes, group_sums
+from ragkv.build.cluster import assign
+from ragkv.build.layer import Span
+from ragkv.model.attention import AttentionCall, cap
+from ragkv.recall.attention import choose_clusters
+from ragkv.recipe import Limit
 
 POOLS = ("max", "sum")
 """How the scores of the query heads of a group become one score of their KV head."""

@@ -24,8 +24,7 @@ from typing import Protocol
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from ragkv.architecture import model_shape
-from ragkv.attention import AttentionCall, TiedCache, is_attached
+from ragkv.build.layer import Span
 from ragkv.errors import ConfigError
 from ragkv.evaluation.peer_quantise import Codes, attend_quantised
 from ragkv.evaluation.peer_selection import (
@@ -38,9 +37,10 @@ from ragkv.evaluation.peer_selection import (
     Selection,
     attend_selected,
 )
-from ragkv.kv import layer_tensors
-from ragkv.layer_writer import Span
-from ragkv.policy import QUESTION_SHARE, RecallPolicy
+from ragkv.model.attention import AttentionCall, TiedCache, is_attached
+from ragkv.model.kv import layer_tensors
+from ragkv.model.shape import model_shape
+from ragkv.recipe import QUESTION_SHARE, RecallPolicy
 
 PEERS: dict[str, str] = {
     "clusters-drop": "k-means by cosine, whole clusters by query . centroid, rest dropped (ClusterKV-like)",
@@ -172,14 +172,15 @@ def prepare(
     Parameters
     ----------
     dense
-        The model's own cache of prefix and document, from `ragkv.prefill.prefill_cache`.
+        The model's own cache of prefix and document, from `ragkv.model.prefill.prefill_cache`.
     span
-        From `ragkv.build.document_span`.
+        From `ragkv.build.builder.document_span`.
     model
         The model that filled `dense`, with ragkv attached.
     probes
-        Token ids from `ragkv.probes.probe_ids`; only eviction reads them. A cache holds no queries, so the queries that
-        SnapKV would take from the end of the prompt are those of snippets of the document asked as questions.
+        Token ids from `ragkv.build.probes.probe_ids`; only eviction reads them. A cache holds no queries, so the
+        queries that SnapKV would take from the end of the prompt are those of snippets of the
+        document asked as questions.
 
     Raises
     ------

@@ -10,18 +10,17 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from ragkv.architecture import ModelShape
-from ragkv.bench_text import read_text
 from ragkv.errors import ConfigError
+from ragkv.evaluation.bench_text import read_text
 from ragkv.evaluation.compare import Questions
 from ragkv.evaluation.peers import PEERS, PeerPolicy
 from ragkv.evaluation.run import Task
 from ragkv.evaluation.squality import parse_squality
 from ragkv.evaluation.subjects import DENSE, SubjectSpec
 from ragkv.evaluation.suites import SUITES, load_suite
-from ragkv.layout import PromptLayout, data_ids, question_ids, tokenize_prompt
-from ragkv.policy import RecallPolicy
-from ragkv.recipe import Recipe
+from ragkv.model.prompt import PromptLayout, data_ids, question_ids, tokenize_prompt
+from ragkv.model.shape import ModelShape
+from ragkv.recipe import RecallPolicy, Recipe
 
 PERPLEXITY = "perplexity"
 EVAL_SUITES: tuple[str, ...] = (*SUITES, PERPLEXITY)

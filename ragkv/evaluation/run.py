@@ -15,10 +15,10 @@ from ragkv.errors import ConfigError
 from ragkv.evaluation.compare import Outcome, Questions, ask_dense, compare, continue_text
 from ragkv.evaluation.layer_probe import LayerFidelity, probe_layers
 from ragkv.evaluation.subjects import DENSE, DenseSubject, Document, SubjectMaker, SubjectSpec
-from ragkv.layout import PromptLayout, PromptTokens, document_sha256, tokenize_prompt
-from ragkv.models import LoadedModel
-from ragkv.prefill import prefill_cache
-from ragkv.timing import drain
+from ragkv.evaluation.timing import drain
+from ragkv.model.load import LoadedModel
+from ragkv.model.prefill import prefill_cache
+from ragkv.model.prompt import PromptLayout, PromptTokens, document_sha256, tokenize_prompt
 
 Progress = Callable[[str, int, int], None]
 

@@ -10,20 +10,19 @@ from typing import Protocol
 
 from transformers import Cache, DynamicCache
 
-from ragkv.archive import Archive
-from ragkv.build import write_archive
-from ragkv.cache import ArchiveCache
+from ragkv.build.builder import write_archive
+from ragkv.build.layer import document_span
+from ragkv.build.probes import probe_ids
 from ragkv.errors import ConfigError
 from ragkv.evaluation.peers import PeerCache, PeerPolicy, PreparedPeer, prepare
-from ragkv.kv import fork_cache, kv_nbytes, layer_tensors
-from ragkv.layer_writer import document_span
-from ragkv.layout import PromptLayout, PromptTokens
-from ragkv.models import LoadedModel
-from ragkv.placed import PlacedLayer
-from ragkv.policy import RecallPolicy
-from ragkv.probes import probe_ids
-from ragkv.recall import BlockRecall
-from ragkv.recipe import Recipe
+from ragkv.model.kv import fork_cache, kv_nbytes, layer_tensors
+from ragkv.model.load import LoadedModel
+from ragkv.model.prompt import PromptLayout, PromptTokens
+from ragkv.recall.archive import Archive
+from ragkv.recall.attention import BlockRecall
+from ragkv.recall.cache import ArchiveCache
+from ragkv.recall.placed import PlacedLayer
+from ragkv.recipe import RecallPolicy, Recipe
 
 DENSE = "dense"
 

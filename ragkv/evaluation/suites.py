@@ -25,9 +25,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ragkv.bench_text import read_text
 from ragkv.errors import ConfigError
 from ragkv.evaluation.babi import BabiStory, Place, parse_stories, simulate, weave
+from ragkv.evaluation.bench_text import read_text
 from ragkv.evaluation.squality import key_entities, parse_squality
 
 KV_INTRODUCTION = "The JSON object below holds {n_pairs} keys, one on each line with its value."

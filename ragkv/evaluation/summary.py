@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from ragkv.evaluation.compare import Outcome
+from ragkv.evaluation.fidelity import clustered_error
 from ragkv.evaluation.metrics import MeanScore, mean_score
 from ragkv.evaluation.run import Measured
 from ragkv.evaluation.subjects import DENSE
-from ragkv.fidelity import clustered_error
-from ragkv.timing import Times
+from ragkv.evaluation.timing import Times
 
 LOOK_BACK_TOKENS = 1024
 """An answer further than this from the end of the document makes a question one that looks back."""

@@ -10,10 +10,8 @@ from typing import Any
 
 from llama_index.core.schema import BaseNode, MetadataMode
 
-from ragkv.archive import Archive
-from ragkv.catalog import Catalog
-from ragkv.catalog_head import is_document_id
-from ragkv.compose import Document
+from ragkv.catalog.catalog import Catalog
+from ragkv.catalog.head import is_document_id
 from ragkv.errors import (
     ArchiveCorruptError,
     ArchiveFormatError,
@@ -25,8 +23,10 @@ from ragkv.errors import (
     UnsupportedModelError,
 )
 from ragkv.llamaindex.streaming import ShouldStop, Stopped, stop_check
-from ragkv.models import LoadedModel
-from ragkv.prefilled import prefill_document
+from ragkv.model.load import LoadedModel
+from ragkv.recall.archive import Archive
+from ragkv.recall.composition import Document
+from ragkv.recall.prefilled import prefill_document
 
 log = logging.getLogger(__name__)
 

@@ -35,11 +35,9 @@ from llama_index.core.llms.custom import CustomLLM
 from llama_index.core.settings import Settings
 from transformers import DynamicCache
 
-from ragkv.answer import Answer, ask, check_options, generate_greedy
-from ragkv.architecture import check_length, model_shape
-from ragkv.compose import Composition, Document
+from ragkv.answer.ask import Answer, ask, check_options, generate_greedy
+from ragkv.answer.stream import AnswerStreamer
 from ragkv.errors import ConfigError
-from ragkv.layout import prefix_ids
 from ragkv.llamaindex.copies import HoldsModel
 from ragkv.llamaindex.streaming import (
     Finished,
@@ -49,10 +47,12 @@ from ragkv.llamaindex.streaming import (
     in_thread,
     pieces,
 )
-from ragkv.models import LoadedModel
-from ragkv.policy import RecallPolicy
-from ragkv.prefilled import PrefilledDocument
-from ragkv.streamer import AnswerStreamer
+from ragkv.model.load import LoadedModel
+from ragkv.model.prompt import prefix_ids
+from ragkv.model.shape import check_length, model_shape
+from ragkv.recall.composition import Composition, Document
+from ragkv.recall.prefilled import PrefilledDocument
+from ragkv.recipe import RecallPolicy
 
 
 class RagKVLLM(HoldsModel, CustomLLM):
@@ -64,14 +64,14 @@ class RagKVLLM(HoldsModel, CustomLLM):
 
     The last response of every call has token counts in ``raw["usage"]`` (``prompt_tokens`` are all that the answer
     attends to, of which ``prompt_tokens_from_archives`` were computed before; ``prompt_tokens_prefilled`` went through
-    the model now) and what `ragkv.answer.Answer` measures in ``raw["ragkv"]``.
+    the model now) and what `ragkv.answer.ask.Answer` measures in ``raw["ragkv"]``.
 
     Parameters
     ----------
     source
         An open archive, a document that was prefilled, or a composition of them; opened for `model`.
     policy, budget, evidence
-        As for `ragkv.answer.ask`; they need a source.
+        As for `ragkv.answer.ask.ask`; they need a source.
     stop
         Strings that end a completion without a source; with one, those of its layout do.
     computed

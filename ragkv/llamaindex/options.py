@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from llama_index.core.schema import MetadataMode
 
-from ragkv.answer import check_options
-from ragkv.compose import CONSECUTIVE, POSITIONS
+from ragkv.answer.ask import check_options
 from ragkv.errors import ConfigError
 from ragkv.llamaindex.documents import PREFILL, check_on_missing
-from ragkv.placed import Weighting
-from ragkv.policy import RecallPolicy, check_whole
+from ragkv.recall.composition import CONSECUTIVE, POSITIONS
+from ragkv.recall.placed import Weighting
+from ragkv.recipe import RecallPolicy, check_whole
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class AnswerOptions:
     """How retrieved nodes are answered from.
 
     ``on_missing`` as for `ragkv.llamaindex.documents.resolve`; ``positions`` and ``weighting`` as for
-    `ragkv.compose.Composition`; ``recompute_tokens`` first tokens of each later document are computed again, 0 for
-    none; ``policy``, ``budget``, ``max_new_tokens`` and ``evidence`` as for `ragkv.answer.ask`. With ``best_last`` the
-    best document stands next to the question instead of first. ``metadata_mode`` says which metadata belongs to a
+    `ragkv.Composition`; ``recompute_tokens`` first tokens of each later document are computed again, 0 for none;
+    ``policy``, ``budget``, ``max_new_tokens`` and ``evidence`` as for `ragkv.ask`. With ``best_last`` the best
+    document stands next to the question instead of first. ``metadata_mode`` says which metadata belongs to a
     node's text.
     """
 

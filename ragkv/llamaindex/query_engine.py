@@ -15,15 +15,15 @@ from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
 from llama_index.core.settings import Settings
 
-from ragkv.answer import check_options
-from ragkv.catalog import Catalog
-from ragkv.compose import CONSECUTIVE
+from ragkv.answer.ask import check_options
+from ragkv.catalog.catalog import Catalog
 from ragkv.llamaindex.copies import PlainHoldsModel
 from ragkv.llamaindex.documents import PREFILL
 from ragkv.llamaindex.streaming import in_thread
 from ragkv.llamaindex.synthesizer import RagKVSynthesizer
-from ragkv.placed import Weighting
-from ragkv.policy import RecallPolicy
+from ragkv.recall.composition import CONSECUTIVE
+from ragkv.recall.placed import Weighting
+from ragkv.recipe import RecallPolicy
 
 dispatcher = instrument.get_dispatcher(__name__)
 

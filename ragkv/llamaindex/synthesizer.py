@@ -25,19 +25,19 @@ from llama_index.core.response_synthesizers import BaseSynthesizer
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, QueryType, TextNode
 from llama_index.core.types import RESPONSE_TEXT_TYPE, TokenAsyncGen, TokenGen
 
-from ragkv.answer import check_options
-from ragkv.catalog import Catalog
-from ragkv.compose import CONSECUTIVE, Composition
+from ragkv.answer.ask import check_options
+from ragkv.catalog.catalog import Catalog
 from ragkv.errors import ConfigError
-from ragkv.layout import data_ids
 from ragkv.llamaindex.copies import PlainHoldsModel
 from ragkv.llamaindex.documents import PREFILL, Resolution, loaded_model, resolve
 from ragkv.llamaindex.llm import RagKVLLM
 from ragkv.llamaindex.options import AnswerOptions
 from ragkv.llamaindex.streaming import ShouldStop, in_thread, stop_check
-from ragkv.placed import Weighting
-from ragkv.policy import RecallPolicy
-from ragkv.repair import recompute
+from ragkv.model.prompt import data_ids
+from ragkv.recall.composition import CONSECUTIVE, Composition
+from ragkv.recall.placed import Weighting
+from ragkv.recall.recompute import recompute
+from ragkv.recipe import RecallPolicy
 
 METADATA_KEY = "ragkv"
 dispatcher = instrument.get_dispatcher(__name__)
@@ -79,11 +79,11 @@ class RagKVSynthesizer(PlainHoldsModel, BaseSynthesizer):
     on_missing
         What to do for a node whose archive cannot be used: ``prefill`` its text, ``build`` it, or ``raise``.
     positions, weighting
-        How documents stand to each other and to the question (see `ragkv.compose.Composition`).
+        How documents stand to each other and to the question (see `ragkv.recall.composition.Composition`).
     recompute_tokens
-        First tokens of each later document that are computed again (see `ragkv.repair.recompute`); 0 for none.
+        First tokens of each later document that are computed again (see `ragkv.recompute`); 0 for none.
     policy, budget, max_new_tokens, evidence
-        As for `ragkv.answer.ask`.
+        As for `ragkv.answer.ask.ask`.
     best_last
         Put the best node's document next to the question, instead of first.
     metadata_mode

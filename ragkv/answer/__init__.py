@@ -1,0 +1,1 @@
+"""Ask, stream, and show where an answer looked."""

@@ -1,0 +1,1 @@
+"""The archive format in code, one module a chapter of FORMAT.md; runs no model."""

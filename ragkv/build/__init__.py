@@ -1,0 +1,1 @@
+"""Offline: a document's keys and values become clusters, codes and files."""

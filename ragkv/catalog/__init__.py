@@ -1,0 +1,1 @@
+"""Many archives in one folder, built under one model and one prompt prefix."""

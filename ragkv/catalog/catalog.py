@@ -1,0 +1,347 @@
+"""A catalog: many archives in one folder, built under one model and one prompt prefix, so that they can be combined.
+
+A document's id is the hash of what decides its archive, so the same text has the same id on every machine and an
+archive never has to be replaced. Adding, removing and reading go on at once, in any number of processes: archives
+appear whole, removing only marks, and what is marked is deleted after a grace period.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ragkv.build.builder import Progress, build_from_tokens
+from ragkv.catalog.folder import CatalogEntry, CatalogFolder, GcResult, as_built, find_entry, with_match
+from ragkv.catalog.head import CatalogHead, has_head, read_head, write_head
+from ragkv.errors import ArchiveCorruptError, ConfigError, ModelMismatchError, RagkvError
+from ragkv.model.fingerprint import Fingerprint, fingerprint, require_match
+from ragkv.model.load import LoadedModel
+from ragkv.model.prompt import PromptLayout, PromptTokens, document_sha256, tokenize_prompt
+from ragkv.recall.archive import Archive
+from ragkv.recipe import Recipe, check_whole
+from ragkv.version import __version__
+
+__all__ = ["Catalog", "CatalogEntry", "GcResult"]
+
+MAX_OPEN = 64
+_ATTEMPTS = 3
+
+
+class Catalog:
+    """The documents of one folder, for one model; serves any number of threads at once.
+
+    Use `Catalog.create` or `Catalog.open`. The model's weights are hashed once there and not for each document.
+    """
+
+    def __init__(self, path: Path, head: CatalogHead, model: LoadedModel | None, max_open: int) -> None:
+        check_whole("max_open", max_open, 1)
+        self.path = path
+        self.model = model
+        self._head = head
+        self._folder = CatalogFolder(path, head)
+        self._max_open = max_open
+        self._slots: OrderedDict[str, _Slot] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @classmethod
+    def create(
+        cls,
+        path: str | Path,
+        model: LoadedModel,
+        *,
+        layout: PromptLayout | None = None,
+        recipe: Recipe | None = None,
+        max_open: int = MAX_OPEN,
+    ) -> Catalog:
+        """Make a catalog in the folder `path`, or open the one that is there, whoever makes it first.
+
+        Parameters
+        ----------
+        layout, recipe
+            Of every document. Default to those of the catalog that is there, else to the model's own layout and
+            `Recipe()`.
+        max_open
+            Archives that `archive` keeps open; the one that was not asked for longest is let go.
+
+        Raises
+        ------
+        ModelMismatchError
+            If the catalog that is there is of another model.
+        ConfigError
+            If it has another layout or recipe, or something that is not a catalog stands there.
+        """
+        known = None
+        if not has_head(path):
+            known = fingerprint(model.model, model.tokenizer, model.model.dtype)
+            head = CatalogHead(
+                created_by=f"ragkv {__version__}",
+                model_name=model.name,
+                fingerprint=known,
+                layout=layout or model.layout,
+                recipe=recipe or Recipe(),
+            )
+            write_head(path, head)
+        head = read_head(path)  # also after writing: another process may have come first
+        _check_model(Path(path), head, model, known)
+        for name, ours, asked in (("layout", head.layout, layout), ("recipe", head.recipe, recipe)):
+            if asked is not None:
+                _check_same(f"catalog {str(path)!r}: {name}", ours.to_dict(), asked.to_dict())
+        return cls(Path(path), head, model, max_open)
+
+    @classmethod
+    def open(cls, path: str | Path, model: LoadedModel | None = None, *, max_open: int = MAX_OPEN) -> Catalog:
+        """Open the catalog in the folder `path`; without a model it can be listed and cleared up, but not read.
+
+        Nothing is written.
+
+        Raises
+        ------
+        ArchiveNotFoundError, ArchiveFormatError, ArchiveCorruptError
+            If there is no catalog, of another version, or its head was altered.
+        ModelMismatchError
+            If `model` is not the one the catalog was made with; both are named.
+        """
+        head = read_head(path)
+        if model is not None:
+            _check_model(Path(path), head, model, None)
+        return cls(Path(path), head, model, max_open)
+
+    @property
+    def layout(self) -> PromptLayout:
+        """The prompt layout of every document."""
+        return self._head.layout
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of every document."""
+        return self._head.recipe
+
+    @property
+    def model_name(self) -> str:
+        """The name by which the model was loaded when the catalog was made."""
+        return self._head.model_name
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """The model of every document."""
+        return self._head.fingerprint
+
+    def document_id(self, text: str) -> str:
+        """The id that `text` has, or would have, in this catalog: 64 hexadecimal digits."""
+        return self._id(self._tokens(text))
+
+    def add(self, text: str, *, name: str = "", on_progress: Progress | None = None) -> CatalogEntry:
+        """Archive a document, unless this text is in the catalog already: then its entry, with the name it has.
+
+        A removed document comes back without being built. If another process adds the same text meanwhile, the archive
+        that is there first stays. A damaged archive is replaced where its damage shows (in its manifest or in the
+        length of a file; of a removed document, in any byte).
+
+        Raises
+        ------
+        ConfigError
+            If the document cannot be archived (see `build_archive`) or written, the catalog was opened without a
+            model, the model is loaded in another dtype than the catalog's, or another catalog stands there by now.
+        ArchiveNotFoundError, ArchiveFormatError, ArchiveCorruptError
+            If the catalog was deleted or damaged since it was opened.
+        """
+        model, tokens = self._loaded("to add a document"), self._tokens(text)
+        self._check_dtype(model)
+        if read_head(self.path) != self._head:
+            raise ConfigError(f"catalog {str(self.path)!r} is another one than when it was opened; open it again")
+        document_id, built = self._id(tokens), False
+        for _ in range(_ATTEMPTS):  # again where the archive was cleared away before its mark could be taken away
+            stamp = self._folder.stamp(document_id)
+            entry = self._folder.revive(document_id, stamp)
+            if entry is not None:
+                return as_built(entry, built)
+            self._folder.make_room(document_id)
+            keeper = _Keeper(self._folder, document_id, stamp)
+            with self._writing():
+                build_from_tokens(
+                    model,
+                    tokens,
+                    self._folder.document(document_id),
+                    document_sha256=document_sha256(text),
+                    recipe=self.recipe,
+                    layout=self.layout,
+                    document_name=name,
+                    known=self.fingerprint,
+                    keep=keeper,
+                    on_progress=on_progress,
+                )
+            built = not keeper.kept
+        entry = self._folder.revive(document_id, self._folder.stamp(document_id))
+        if entry is None:
+            raise self._folder.not_found(document_id)
+        return as_built(entry, built)
+
+    def entries(self, match: str = "") -> list[CatalogEntry]:
+        """The documents, by name and then id; with `match`, those with it in the name or at the start of the id.
+
+        What cannot be read is logged and left out.
+        """
+        return with_match(self._folder.entries(), match)
+
+    def __contains__(self, document_id: str) -> bool:
+        return document_id in self._folder
+
+    def entry(self, word: str) -> CatalogEntry:
+        """The one document with this id, start of an id (6 characters or more) or name.
+
+        Raises
+        ------
+        ArchiveNotFoundError
+            If there is none.
+        ConfigError
+            If there are several; they are named.
+        """
+        return find_entry(self._folder.entries(), word)
+
+    def archive(self, document_id: str) -> Archive:
+        """The archive of a document, opened on first use and kept open; every thread gets the same one.
+
+        An archive that is open goes on answering when its document is removed.
+
+        Raises
+        ------
+        ArchiveNotFoundError
+            If there is no such document, or it was removed.
+        ModelMismatchError, ArchiveFormatError, ArchiveCorruptError
+            If what stands there is damaged, or is not the document that its id says.
+        ConfigError
+            If the catalog was opened without a model, or `document_id` is not an id.
+        """
+        model, path = self._loaded("to open a document"), self._folder.document(document_id)
+        if document_id not in self._folder:
+            with self._lock:
+                self._slots.pop(document_id, None)
+            raise self._folder.not_found(document_id)
+        with self._lock:
+            slot = self._slots.setdefault(document_id, _Slot())
+            self._slots.move_to_end(document_id)
+            while len(self._slots) > self._max_open:
+                self._slots.popitem(last=False)
+        with slot.lock:
+            if slot.archive is None:
+                slot.archive = self._open(document_id, path, model)
+            return slot.archive
+
+    def remove(self, document_id: str) -> None:
+        """Take a document out of the catalog; its files stay until `gc`, and whoever reads it is not disturbed.
+
+        Raises
+        ------
+        ArchiveNotFoundError
+            If there is no such document, or it was removed already.
+        """
+        self._folder.remove(document_id)
+        with self._lock:
+            self._slots.pop(document_id, None)
+
+    def gc(self, grace_s: float = 3600.0, *, dry_run: bool = False) -> GcResult:
+        """Delete the files of documents that were removed at least `grace_s` seconds ago, and what dead builds left.
+
+        The period must be longer than a reader takes to open an archive; an open one needs its files no more. With
+        `dry_run` nothing is deleted, and what would be is told.
+        """
+        return self._folder.gc(grace_s, dry_run=dry_run)
+
+    def _open(self, document_id: str, path: Path, model: LoadedModel) -> Archive:
+        """Open an archive, whole, or find that there is none: also while it is cleared away and put there again."""
+        while (stamp := self._folder.stamp(document_id)) is not None:
+            try:
+                archive = Archive.open(path, model, known=self.fingerprint)
+                ids = archive.tokens.ids.tolist()
+            except (RagkvError, OSError):
+                if self._folder.stamp(document_id) == stamp:
+                    raise
+                continue
+            if self._folder.stamp(document_id) == stamp:
+                self._check_belongs(document_id, archive, ids)
+                return archive
+        raise self._folder.not_found(document_id)
+
+    def _check_belongs(self, document_id: str, archive: Archive, ids: list[int]) -> None:
+        """Refuse an archive that was put there by hand and is not the one that the id says."""
+        manifest, where = archive.manifest, f"document {document_id[:12]}... of the catalog {str(self.path)!r}"
+        if manifest.fingerprint != self.fingerprint:
+            ours, theirs = self.fingerprint.dtype, manifest.fingerprint.dtype
+            raise ModelMismatchError(f"{where} holds {theirs}, the catalog {ours}; remove it and add its text again")
+        if manifest.layout != self.layout:
+            raise ArchiveCorruptError(f"{where} has another prompt layout than the catalog; remove it")
+        head = manifest.prefix_tokens
+        if manifest.recipe != self.recipe or self._head.document_id(ids[:head], ids[head:]) != document_id:
+            raise ArchiveCorruptError(f"{where} is not the document that its id says; remove it")
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Say in one sentence what the system refused to write: most often, that the disk is full."""
+        try:
+            yield
+        except RagkvError:
+            raise
+        except OSError as error:
+            why = " ".join((error.strerror or str(error)).split())
+            raise ConfigError(f"cannot write a document to the catalog {str(self.path)!r}: {why}") from error
+
+    def _check_dtype(self, model: LoadedModel) -> None:
+        dtype = str(model.model.dtype).removeprefix("torch.")
+        if dtype != self.fingerprint.dtype:
+            raise ConfigError(
+                f"catalog {str(self.path)!r} holds {self.fingerprint.dtype} and the model is loaded in {dtype}; "
+                f"load it in {self.fingerprint.dtype} to add documents"
+            )
+
+    def _tokens(self, text: str) -> PromptTokens:
+        return tokenize_prompt(self._loaded("to cut a text into tokens").tokenizer, self.layout, text)
+
+    def _id(self, tokens: PromptTokens) -> str:
+        return self._head.document_id(tokens.prefix_ids, tokens.document_ids)
+
+    def _loaded(self, purpose: str) -> LoadedModel:
+        if self.model is None:
+            raise ConfigError(
+                f"catalog {str(self.path)!r} was opened without a model; load {self.model_name!r} {purpose}"
+            )
+        return self.model
+
+
+class _Slot:
+    """An open archive, or the place where one thread opens it while the others wait."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.archive: Archive | None = None
+
+
+class _Keeper:
+    """Keeps a whole archive that appeared since `stamp` was taken; called while nobody else may change the folder."""
+
+    def __init__(self, folder: CatalogFolder, document_id: str, stamp: tuple[int, int, int] | None) -> None:
+        self._folder, self._document_id, self._stamp = folder, document_id, stamp
+        self.kept = False
+
+    def __call__(self, _path: Path) -> bool:
+        appeared = self._folder.stamp(self._document_id) != self._stamp
+        self.kept = appeared and self._folder.is_whole(self._document_id)
+        return self.kept
+
+
+def _check_model(path: Path, head: CatalogHead, model: LoadedModel, known: Fingerprint | None) -> None:
+    what = f"catalog {str(path)!r} ({head.model_name!r}; loaded is {model.name!r})"
+    require_match(head.fingerprint, model.model, model.tokenizer, known=known, what=what)
+
+
+def _check_same(where: str, ours: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    """Refuse to go on with other settings than a catalog's, naming the first that differs."""
+    for name, value in ours.items():
+        if asked.get(name) != value:
+            raise ConfigError(
+                f"{where} has {name} {value!r}, and {asked.get(name)!r} was asked for; leave it out or make another "
+                "catalog"
+            )

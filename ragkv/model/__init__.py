@@ -1,0 +1,1 @@
+"""What is asked of a Hugging Face model: shape, prompt, attention, prefill, identity; knows no archive."""

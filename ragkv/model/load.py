@@ -1,0 +1,212 @@
+"""Loading a model and its tokenizer by name: the demo model, a hub id, a local folder or a GGUF file.
+
+Remote code and pickled weights are never loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from ragkv.errors import ConfigError
+from ragkv.model.gguf import (
+    DEMO,
+    NAMES,
+    GgufParts,
+    cache_dir,
+    checkpoint_errors,
+    convert_gguf,
+    gguf_config,
+    one_line,
+    quiet,
+)
+from ragkv.model.prompt import PromptLayout
+from ragkv.model.shape import model_shape
+
+__all__ = ["DTYPES", "LoadedModel", "cache_dir", "load_config", "load_model"]
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+}
+DEMO_NAME = "demo"
+_MIN_TOKENS = 16  # transformers makes up an empty tokenizer of a few special tokens where the files are missing
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in eval mode with ragkv's attention attached, its tokenizer, and the name it was loaded by."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+
+    @property
+    def layout(self) -> PromptLayout:
+        """The prompt layout to use when none is given.
+
+        The demo model gets the plain one: it answers extractive questions far better from it than from its chat
+        template.
+        """
+        return PromptLayout.plain() if self.name == DEMO_NAME else PromptLayout.default(self.tokenizer)
+
+
+def load_config(name: str) -> PreTrainedConfig:
+    """The configuration of a model, without its weights; a GGUF file is not converted for it.
+
+    Raises
+    ------
+    ConfigError
+        If nothing can be loaded by `name`.
+    MissingExtraError
+        If the demo model, or the reader of GGUF files, is not installed.
+    """
+    source = _source(name)
+    if isinstance(source, str):
+        return _read_config(source, name)
+    return gguf_config(source)
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> LoadedModel:
+    """Load a model that can be archived, with its tokenizer, and attach ragkv's attention.
+
+    The architecture is checked before any weight is read. Only safetensors weights are read.
+
+    Parameters
+    ----------
+    name
+        ``demo``, a hub id, a local folder (never looked up on the hub) or a ``.gguf`` file.
+    dtype
+        bf16, fp16 or fp32; the checkpoint's own by default (bf16 for the demo model and GGUF files).
+    device
+        ``cuda`` where there is one, else ``cpu``, by default.
+    progress
+        Called with one line before each slow step.
+
+    Raises
+    ------
+    ConfigError
+        If nothing can be loaded by `name`, or `dtype` or `device` is not usable.
+    UnsupportedModelError
+        If the architecture cannot be archived exactly.
+    MissingExtraError
+        If the demo model, or the reader of GGUF files, is not installed.
+    """
+    from ragkv.model.attention import attach
+
+    chosen_dtype, chosen_device = _parse_dtype(dtype), _parse_device(device)
+    source = _source(name)
+    location = source if isinstance(source, str) else str(convert_gguf(source, progress=progress))
+    model_shape(_read_config(location, name))
+    local = Path(location).is_dir()
+    with quiet(keep_bars=not local):
+        tokenizer = _read_tokenizer(location, name, local_files_only=local)
+        if progress is not None:
+            progress(f"loading {name} to {chosen_device}")
+        model = _read_weights(location, name, dtype=chosen_dtype, device=chosen_device, local_files_only=local)
+    model.eval()
+    attach(model)
+    return LoadedModel(model=model, tokenizer=tokenizer, name=name)
+
+
+def _source(name: str) -> str | Path | GgufParts:
+    """What a name stands for: a folder or hub id (str), a GGUF file (Path), or the demo model's parts."""
+    if name == DEMO_NAME:
+        return DEMO
+    path = Path(name).expanduser()
+    if path.is_dir() and name:
+        return str(path)
+    if path.suffix.lower() == ".gguf":
+        if not path.is_file():
+            raise ConfigError(f"model {name!r}: there is no such file; {NAMES}")
+        return path
+    if path.is_file():
+        raise ConfigError(f"model {name!r} is a file but not a .gguf file; {NAMES}")
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise ConfigError(f"model {name!r} is neither a folder that exists nor a hub id; {NAMES}") from error
+    return name
+
+
+def _read_config(location: str, name: str) -> PreTrainedConfig:
+    with quiet(), checkpoint_errors(name):
+        return AutoConfig.from_pretrained(location, local_files_only=Path(location).is_dir(), trust_remote_code=False)
+
+
+def _read_tokenizer(location: str, name: str, *, local_files_only: bool) -> PreTrainedTokenizerBase:
+    with checkpoint_errors(name):
+        tokenizer = AutoTokenizer.from_pretrained(location, local_files_only=local_files_only, trust_remote_code=False)
+    if len(tokenizer) < _MIN_TOKENS:
+        raise ConfigError(f"model {name!r} has no tokenizer files; add tokenizer.json and tokenizer_config.json to it")
+    return tokenizer
+
+
+def _read_weights(
+    location: str, name: str, *, dtype: torch.dtype | str, device: torch.device, local_files_only: bool
+) -> PreTrainedModel:
+    with checkpoint_errors(name):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            location,
+            dtype=dtype,
+            device_map=None if device.type == "cpu" else device,
+            local_files_only=local_files_only,
+            trust_remote_code=False,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    model, info = loaded
+    # transformers fills in random weights for these and only warns.
+    bad = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if bad:
+        raise ConfigError(
+            f"model {name!r} is incomplete: {len(bad)} weights do not fit its config.json, first {bad[0]}"
+        )
+    return model
+
+
+def _parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | str:
+    if dtype is None:
+        return "auto"
+    chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if chosen is None or chosen not in DTYPES.values():
+        raise ConfigError(f"dtype {str(dtype)!r} is not known; give one of {', '.join(DTYPES)}")
+    return chosen
+
+
+def _parse_device(device: str | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+        torch.zeros(1, device=chosen).item()
+    except (RuntimeError, AssertionError) as error:  # torch asserts where it was built without the device
+        raise ConfigError(
+            f"device {device!r} cannot be used here: {one_line(error)}; give cpu, cuda or cuda:N"
+        ) from error
+    return chosen

@@ -1,0 +1,1 @@
+"""Online: open archives, choose clusters for a query, and attend."""
