@@ -36,5 +36,12 @@ class ArchiveCorruptError(RagkvError):
     """A checksum or an invariant of an archive does not hold."""
 
 
+class ArchiveReadError(RagkvError, OSError):
+    """The system did not let an archive be read just now: an I/O error, a permission, no descriptors or no memory.
+
+    It says nothing about the archive, which may be sound: nothing is built again or deleted because of it.
+    """
+
+
 class NonFiniteError(RagkvError, ValueError):
     """A key or value is NaN, infinite or too large; the message names layer, head and token."""

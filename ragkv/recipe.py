@@ -16,12 +16,13 @@ from typing import Any
 
 from ragkv.errors import ConfigError
 
-CLUSTERERS = ("auto", "torch", "faiss")
-CODEC_BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}
+CODEC_BITS: Mapping[str, float] = {"int8": 8, "int4": 4, "int3": 3, "int2.5": 2.5, "int2": 2}
 """Mean bits per number of each lossy codec; the scale of a token takes one byte more."""
 
 CODECS = ("lossless", *CODEC_BITS)
+EXACT_CODECS = ("lossless", "int8")
 _TENSOR_CODECS = ("key_codec", "value_codec")
+_MOST_PROTOTYPE_BITS = 8
 
 
 QUESTION_SHARE = 1.5
@@ -158,39 +159,40 @@ class Recipe:
     Parameters
     ----------
     tokens_per_cluster
-        Mean number of document tokens in a cluster; 8 is the measured default.
+        Mean number of document tokens in a cluster; 4 is the measured default (docs/evaluation.md).
     kmeans_iterations
         Lloyd iterations per layer and KV head.
     segment_tokens
         Tokens are clustered in runs of about this many, so that clustering time grows linearly with the document.
-    clusterer
-        ``torch`` (all heads of a layer in one batched product), ``faiss`` (one head after another), or ``auto``:
-        FAISS only where a segment has more than 16,384 clusters.
-    seed
-        Seeds every draw of the build.
     sink_tokens
         The first tokens of the prompt that are always attended exactly, when the prefix has fewer.
     window_tokens
         The last tokens of the document that are always attended exactly.
+    exact_codec
+        How tokens that are always attended exactly are stored: ``int8``, a byte for each number, or ``lossless``.
+        Those of a tensor whose codec is ``lossless`` are lossless in any case.
     key_codec, value_codec
         How the keys and values of archived tokens are stored: ``lossless`` keeps the bits of the model's dtype, the
-        others take 8, 4, 3 or 2 bits per number on average. Tokens that are always attended exactly stay lossless.
+        others take 8, 4, 3, 2.5 or 2 bits per number on average.
     layer_codecs
         Layer index (as text) to ``{key_codec = ..., value_codec = ...}`` of its own; either may be left out.
+    key_prototype_bits, value_prototype_bits
+        Bits per number, 1 to 8, of centroids and mean values, which stay in memory.
     recall
-        What is recalled by default.
+        What is recalled by default; changes no byte of keys and values.
     """
 
-    tokens_per_cluster: int = 8
+    tokens_per_cluster: int = 4
     kmeans_iterations: int = 5
     segment_tokens: int = 8192
-    clusterer: str = "auto"
-    seed: int = 0
     sink_tokens: int = 16
     window_tokens: int = 64
+    exact_codec: str = "int8"
     key_codec: str = "int3"
     value_codec: str = "int3"
     layer_codecs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    key_prototype_bits: int = 4
+    value_prototype_bits: int = 2
     recall: RecallPolicy = field(default_factory=RecallPolicy)
 
     def __post_init__(self) -> None:
@@ -198,12 +200,16 @@ class Recipe:
             ("tokens_per_cluster", 1),
             ("kmeans_iterations", 0),
             ("segment_tokens", 1),
-            ("seed", 0),
             ("sink_tokens", 0),
             ("window_tokens", 1),
+            ("key_prototype_bits", 1),
+            ("value_prototype_bits", 1),
         ):
             check_whole(f"recipe: {name}", getattr(self, name), low)
-        for name, allowed in (("clusterer", CLUSTERERS), ("key_codec", CODECS), ("value_codec", CODECS)):
+        for name in ("key_prototype_bits", "value_prototype_bits"):
+            if getattr(self, name) > _MOST_PROTOTYPE_BITS:
+                raise ConfigError(f"recipe: {name} is {getattr(self, name)}; give 1 to {_MOST_PROTOTYPE_BITS}")
+        for name, allowed in (("exact_codec", EXACT_CODECS), ("key_codec", CODECS), ("value_codec", CODECS)):
             _check_choice(name, getattr(self, name), allowed)
         if not isinstance(self.layer_codecs, Mapping):
             raise ConfigError(f"recipe: layer_codecs is {self.layer_codecs!r}; give a table of layer numbers")
@@ -223,6 +229,15 @@ class Recipe:
         """Codec of keys and codec of values in `layer`."""
         own = self.layer_codecs.get(str(layer), {})
         return own.get("key_codec", self.key_codec), own.get("value_codec", self.value_codec)
+
+    def exact_codecs(self, layer: int) -> tuple[str, str]:
+        """How the keys and the values of exact tokens of `layer` are stored."""
+        key, value = ("lossless" if codec == "lossless" else self.exact_codec for codec in self.codecs(layer))
+        return key, value
+
+    def identity(self) -> dict[str, Any]:
+        """What decides an archive's bytes, as plain values: everything but what is recalled by default."""
+        return {name: value for name, value in self.to_dict().items() if name != "recall"}
 
     def check_layers(self, n_layers: int) -> None:
         """Refuse layers that the model does not have."""

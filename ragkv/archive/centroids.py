@@ -1,95 +1,71 @@
-"""The one door to FAISS: centroid shards on disk, and k-means for very large cluster counts."""
+"""The FAISS shard: coded centroids of all layers as one index with four bits to a column.
+
+A coefficient of eight bits is two columns, its low and its high four bits: so every column is a nibble, and what FAISS
+decodes (the nibble less 7.5) is the coefficient in steps of its quantiser, whatever bits it has.
+"""
 
 from __future__ import annotations
-
-from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import torch
 
 from ragkv.errors import ArchiveCorruptError, MissingExtraError
 
-_RANGES_AT = 65
-"""Where the file of an IndexScalarQuantizer gives the length of its first list."""
+CENTROIDS_FILE = "centroids.faiss"
+_KIND, _QT_4BIT, _INNER_PRODUCT = b"IxSQ", 1, 0
+_LOW, _WIDTH = -8.0, 15.0
+"""FAISS decodes a code c as low + (c + 0.5) / 15 * width: with these, as c - 7.5."""
 
 
-def faiss_kmeans(points: torch.Tensor, centroids: torch.Tensor, iterations: int, seed: int) -> torch.Tensor:
-    """Refine `centroids` (n_heads, n_clusters, dim) on `points` (n_heads, n, dim), float32, one head after another.
-
-    Every point is used (FAISS would otherwise sample 256 per centroid) and nothing is drawn at random, since the
-    initial centroids are given.
-    """
-    faiss = _faiss()
-    refined = torch.empty_like(centroids)
-    for head, (head_points, start) in enumerate(zip(points, centroids, strict=True)):
-        trainer = faiss.Kmeans(
-            points.shape[-1],
-            centroids.shape[1],
-            niter=max(1, iterations),
-            seed=seed,
-            min_points_per_centroid=1,
-            max_points_per_centroid=points.shape[1],
-        )
-        trainer.train(head_points.contiguous().cpu().numpy(), init_centroids=start.contiguous().cpu().numpy())
-        refined[head] = torch.from_numpy(trainer.centroids).to(centroids)
-    return refined
-
-
-def write_centroids(path: Path, centroids: torch.Tensor) -> None:
-    """Write centroids (n_rows, head_dim) as one inner-product FAISS index with a byte per number.
-
-    Each dimension has its own range, from its smallest to its largest number.
-    """
-    faiss = _faiss()
-    rows = centroids.float().cpu().numpy()
-    kind = faiss.ScalarQuantizer.QT_8bit
-    index = faiss.IndexScalarQuantizer(centroids.shape[1], kind, faiss.METRIC_INNER_PRODUCT)
-    index.train(rows)
-    index.add(rows)
-    path.write_bytes(faiss.serialize_index(index).tobytes())
-
-
-def read_centroids(path: Path, shape: tuple[int, int]) -> torch.Tensor:
-    """Read a shard of `write_centroids`: float32 of `shape`, decoded as FAISS does.
+def write_centroids(codes: torch.Tensor) -> bytes:
+    """The bytes of a shard of `codes` (n_centroids, n_bytes) uint8, as FAISS writes them.
 
     Raises
     ------
-    ArchiveCorruptError
-        If FAISS cannot parse the file or it holds another number of rows, another dimension or another kind of code.
+    MissingExtraError
+        If FAISS is not installed.
     """
-    faiss, raw = _faiss(), path.read_bytes()
-    _check_lengths(path.name, raw)
-    try:
-        index = faiss.deserialize_index(np.frombuffer(raw, dtype=np.uint8))
-    except (RuntimeError, MemoryError) as error:
-        raise ArchiveCorruptError(f"{path.name}: not a FAISS index that can be read") from error
-    if (index.ntotal, index.d) != shape:
-        raise ArchiveCorruptError(f"{path.name}: holds {index.ntotal} x {index.d} centroids, the manifest says {shape}")
-    if not isinstance(index, faiss.IndexScalarQuantizer) or index.sq.qtype != faiss.ScalarQuantizer.QT_8bit:
-        raise ArchiveCorruptError(f"{path.name}: centroids are not stored as one byte per number")
-    low, width = faiss.vector_to_array(index.sq.trained).reshape(2, shape[1])
-    codes = faiss.vector_to_array(index.codes).reshape(shape)
-    return torch.from_numpy(low + (codes.astype(np.float32) + np.float32(0.5)) / np.float32(255) * width)
-
-
-def _check_lengths(name: str, raw: bytes) -> None:
-    """Refuse another kind of index, and lists longer than the file, which FAISS would take memory for."""
-    if raw[:4] != b"IxSQ":
-        raise ArchiveCorruptError(f"{name}: centroids are not stored as one byte per number")
-    at = _RANGES_AT
-    for itemsize in (4, 1):  # the ranges of the dimensions, the codes
-        length = int.from_bytes(raw[at : at + 8], "little")
-        at += 8 + length * itemsize
-        if at > len(raw):
-            raise ArchiveCorruptError(f"{name}: not a FAISS index that can be read")
-
-
-def _faiss() -> ModuleType:
     try:
         import faiss
     except ImportError as error:
         raise MissingExtraError(
             "FAISS is not installed; install one of the extras: pip install 'ragkv[cpu]' or 'ragkv[gpu]'"
         ) from error
-    return faiss
+    raw = codes.cpu().contiguous().numpy()
+    n_columns = 2 * raw.shape[1]
+    index = faiss.IndexScalarQuantizer(n_columns, faiss.ScalarQuantizer.QT_4bit, faiss.METRIC_INNER_PRODUCT)
+    trained = np.repeat(np.asarray([_LOW, _WIDTH], dtype=np.float32), n_columns)
+    faiss.copy_array_to_vector(trained, index.sq.trained)
+    index.is_trained = True
+    index.add_sa_codes(raw)
+    return bytes(faiss.serialize_index(index).tobytes())
+
+
+def read_centroids(raw: bytes, shape: tuple[int, int]) -> torch.Tensor:
+    """The codes (n_centroids, n_bytes) uint8 in the bytes of a shard; parsed here, and compared with every field.
+
+    Raises
+    ------
+    ArchiveCorruptError
+        If it is another kind of index, or of another number or size of centroids than `shape`.
+    """
+    head = shard_head(*shape)
+    if len(raw) != len(head) + shape[0] * shape[1] or raw[:41] != head[:41] or raw[49 : len(head)] != head[49:]:
+        raise ArchiveCorruptError(
+            f"{CENTROIDS_FILE}: not a FAISS shard of {shape[0]} centroids in {shape[1]} bytes each, as the manifest says"
+        )
+    codes = np.frombuffer(raw, dtype=np.uint8, offset=len(head)).reshape(shape)
+    return torch.from_numpy(codes.copy())
+
+
+def shard_head(n_centroids: int, n_bytes: int) -> bytes:
+    """All bytes of a shard before its codes; the eight from 41 on are not looked at."""
+    d = 2 * n_bytes
+
+    def number(value: int, size: int) -> bytes:
+        return value.to_bytes(size, "little")
+
+    fields = [_KIND, number(d, 4), number(n_centroids, 8), number(1 << 20, 8) * 2, b"\x01", number(_INNER_PRODUCT, 4)]
+    fields += [number(_QT_4BIT, 4), bytes(8), number(d, 8), number(n_bytes, 8), number(2 * d, 8)]
+    trained = np.repeat(np.asarray([_LOW, _WIDTH], dtype="<f4"), d).tobytes()
+    return b"".join([*fields, trained, number(n_centroids * n_bytes, 8)])

@@ -1,20 +1,21 @@
-"""Codes for keys and values: a transform per KV head, few bits for each of its coefficients, a scale per token.
+"""Codes for keys, values and prototypes: a transform per KV head, and few bits for each of its coefficients.
 
-Keys are coded as residuals to their centroid and values as residuals to the mean of their head. The residuals of a head
-are written in the basis that decorrelates them (the Karhunen-Loeve transform), keys in the metric that queries see, so
-that bits go where they change a logit: coefficients of large variance take 8 bits, smaller ones 4, 2 or none, and the
-quotas are those of least distortion for the bytes a codec has (reverse water-filling over the widths that pack into
-bytes; Huang and Schultheiss 1963, Cover and Thomas, chapter 10). Each token has a scale of its own, found by search.
+Centroids are coded relative to the mean key of their head, mean values relative to its mean value, and the keys and
+values of tokens relative to the coded prototype of their cluster. Each of these four is written in the basis that
+decorrelates it (the Karhunen-Loeve transform), keys in the metric that queries see, so that bits go where they change a
+logit: coefficients of large variance take 8 bits, smaller ones 4, 2 or none, and the quotas are those of least
+distortion for the bytes there are (reverse water-filling over the widths that pack into bytes; Huang and Schultheiss
+1963, Cover and Thomas, chapter 10). Each token has a scale of its own, found by search; prototypes have none.
 
-The transform never has to be undone token by token: a logit is the product of the transformed query with the codes,
-and the weighted sum of codes is transformed back once.
+The transform never has to be undone number by number: a logit is the product of the transformed query with the codes,
+and a weighted sum of codes is transformed back once.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import torch
 
@@ -53,8 +54,8 @@ class Widths:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of one token: its scale code and its coefficients."""
-        return 1 + self.eight + self.four // 2 + self.two // 4
+        """Bytes of the coefficients of one vector."""
+        return self.eight + self.four // 2 + self.two // 4
 
     def per_coefficient(self, eight: float, four: float, two: float) -> torch.Tensor:
         """One value for each stored coefficient, by its width: (n_kept,) float32."""
@@ -63,87 +64,53 @@ class Widths:
 
 @dataclass(frozen=True)
 class Basis:
-    """The transform of one tensor of one layer.
+    """The transform of one kind of vectors in one layer.
 
-    A residual is the product of its coefficients with ``rows`` (n_kv_heads, n_kept, dim), whose lengths hold the step
-    of the quantiser; the numbers are exact in bfloat16, as they are stored, and held so when read back. ``mean``
-    (n_kv_heads, dim) float32 is what residuals of values are taken from; zero for keys, whose centroid plays that part.
+    A vector is the product of its coefficients with ``rows`` (n_kv_heads, n_kept, dim) bfloat16, whose lengths hold the
+    step of the quantiser.
     """
 
     widths: Widths
     rows: torch.Tensor
-    mean: torch.Tensor
-
-    @property
-    def byte_rows(self) -> torch.Tensor:
-        """What `read_bytes` numbers are multiplied with instead of levels: (n_kv_heads, n_kept, dim) float32.
-
-        A byte is lo + 16 hi, or c0 + 4 c1 + 16 c2 + 64 c3; its low bits are lo, or c0, c0 + 4 c1, ... So the levels
-        are differences of numbers that take one operation each, and the differences are taken of the rows, once.
-        """
-        eight, four, two = self.rows.float().split([self.widths.eight, self.widths.four, self.widths.two], dim=1)
-        low, high = four[:, 0::2], four[:, 1::2] / 16
-        parts = [two[:, place::4] / 4**place for place in range(4)]
-        steps = [here - after for here, after in pairwise(parts)]
-        return torch.cat([eight, low - high, high, *steps, parts[-1]], dim=1)
 
     @cached_property
     def middles(self) -> torch.Tensor:
         """What takes a level to the middle of its interval, in steps: (n_kept,) float32."""
         return self.widths.per_coefficient(-127.5, -7.5, -1.5).to(self.rows.device)
 
-    @cached_property
-    def centres(self) -> torch.Tensor:
-        """Half of the largest number that each of the `read_bytes` can be: (n_kept,) float32.
+    def numbers(self, packed: torch.Tensor) -> torch.Tensor:
+        """Levels (..., n_bytes) uint8 as coefficients (..., n_kept) float32, in steps."""
+        return unpack(packed, self.widths).float().add_(self.middles)
 
-        Taken off, a residual is the plain product with `byte_rows`, and products do not lose digits to large numbers
-        of one sign.
-        """
-        widths = self.widths
-        halves = [127.5] * widths.eight + [7.5] * (widths.four // 2) + [127.5] * (widths.four // 2)
-        halves += [half for half in (1.5, 7.5, 31.5, 127.5) for _ in range(widths.two // 4)]
-        return torch.tensor(halves, dtype=torch.float32, device=self.rows.device)
+    def along(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Products of `vectors` (n_kv_heads, n, dim) float32 with the rows: (n_kv_heads, n, n_kept)."""
+        return torch.bmm(vectors, self.rows.float().transpose(1, 2))
 
-    @cached_property
-    def logit_rows(self) -> torch.Tensor:
-        """`byte_rows` as queries are multiplied with them: (n_kv_heads, dim, n_kept)."""
-        return self.byte_rows.transpose(1, 2).contiguous()
-
-    @cached_property
-    def sum_rows(self) -> torch.Tensor:
-        """`byte_rows` and then `mean`, what weighted sums are multiplied with: (n_kv_heads, n_kept + 1, dim)."""
-        return torch.cat([self.byte_rows, self.mean.unsqueeze(1)], dim=1)
-
-    @cached_property
-    def scales(self) -> torch.Tensor:
-        """The scale that each byte stands for: (256,) float32."""
-        return scale_of(torch.arange(256, dtype=torch.uint8, device=self.rows.device))
-
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes held by a basis that is recalled with: its numbers, and `logit_rows` or `sum_rows` in float32."""
-        return self.rows.nbytes + 4 * self.rows.numel() + 2 * self.mean.nbytes
+    def restored(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Vectors (n_kv_heads, n, dim) float32 of coefficients (n_kv_heads, n, n_kept) float32."""
+        return torch.bmm(numbers, self.rows.float())
 
     def to(self, device: torch.device) -> Basis:
-        return Basis(widths=self.widths, rows=self.rows.to(device), mean=self.mean.to(device))
+        return Basis(widths=self.widths, rows=self.rows.to(device))
 
 
-def fit_basis(residuals: torch.Tensor, bits: int, *, metric: torch.Tensor | None = None) -> Basis:
-    """Choose transform and widths for `residuals` (n_kv_heads, n_tokens, dim), `bits` per number on average.
+def fit_basis(
+    vectors: torch.Tensor, bits: float, *, metric: torch.Tensor | None = None, pairs: bool = True
+) -> Basis:
+    """Choose transform and widths for `vectors` (n_kv_heads, n, dim), `bits` per number on average.
 
-    `metric` (n_kv_heads, dim, dim), symmetric, is A where the error of a residual e counts as ``|A e|^2``; plain
-    squared error without it.
+    `metric` (n_kv_heads, dim, dim), symmetric, is A where the error of a vector e counts as ``|A e|^2``; plain squared
+    error without it. Without `pairs` no coefficient takes two bits.
     """
-    n_heads, _, dim = residuals.shape
-    variance, axes, weigh = principal_axes(residuals, metric)
-    widths = allocate(variance, -(-dim * bits // 8))
+    variance, axes, weigh = principal_axes(vectors, metric)
+    dim = vectors.shape[2]
+    widths = allocate(variance, math.ceil(dim * bits / 8), pairs=pairs)
     kept = axes[..., : widths.n_kept].transpose(1, 2)  # (n_kv_heads, n_kept, dim) in the metric's space
     deviation = variance[:, : widths.n_kept].sqrt()
     deviation = deviation.masked_fill(deviation < (_EMPTY * deviation[:, :1]).clamp_min(_LEAST), 0)
     length = deviation * widths.per_coefficient(_STEP[8], _STEP[4], _STEP[2]).double()
     rows = torch.linalg.solve(weigh, (kept * length.unsqueeze(-1)).transpose(1, 2)).transpose(1, 2)
-    stored = rows.to(torch.bfloat16).float().to(residuals.device)
-    return Basis(widths=widths, rows=stored, mean=torch.zeros(n_heads, dim, device=residuals.device))
+    return Basis(widths=widths, rows=rows.to(torch.bfloat16).to(vectors.device))
 
 
 def principal_axes(
@@ -162,32 +129,53 @@ def principal_axes(
     return variance.flip(1).clamp_min(0), directions.flip(2), weigh
 
 
-def allocate(variance: torch.Tensor, n_bytes: int) -> Widths:
+def allocate(variance: torch.Tensor, n_bytes: int, *, pairs: bool = True) -> Widths:
     """The widths of at most `n_bytes` bytes with least distortion, the same for all heads of a layer.
 
-    `variance` (n_heads, dim) of the coefficients, descending. Every choice of counts in that order is looked at.
+    `variance` (n_heads, dim) of the coefficients, descending. Every choice of counts in that order is looked at;
+    without `pairs` those with no coefficient of two bits, which then take all of the bytes (at most one a number).
     """
     dim = variance.shape[1]
-    summed = torch.cat([torch.zeros(1, dtype=torch.float64), variance.double().sum(0).cumsum(0)])
+    summed = torch.cat([torch.zeros(1, dtype=torch.float64), variance.double().sum(0).cumsum(0)]).tolist()
     best: tuple[float, Widths] | None = None
     for eight in range(min(dim, n_bytes) + 1):
         for four in range(0, min(dim - eight, 2 * (n_bytes - eight)) + 1, 2):
-            room = min(dim - eight - four, 4 * (n_bytes - eight - four // 2))
-            two = room - room % 4
-            first, second, third = eight, eight + four, eight + four + two
-            cost = (
-                _DISTORTION[8] * summed[first]
-                + _DISTORTION[4] * (summed[second] - summed[first])
-                + _DISTORTION[2] * (summed[third] - summed[second])
-                + (summed[dim] - summed[third])
-            )
-            if best is None or float(cost) < best[0]:
-                best = (float(cost), Widths(eight, four, two))
+            room = min(dim - eight - four, 4 * (n_bytes - eight - four // 2)) if pairs else 0
+            widths = Widths(eight, four, room - room % 4)
+            cost = _distortion(summed, widths)
+            fills = not pairs and best is not None and cost == best[0]  # of equal ones, what takes all the bytes
+            if best is None or cost < best[0] or fills:
+                best = (cost, widths)
     return best[1] if best is not None else Widths(0, 0, 0)
 
 
+def expected_distortion(variance: torch.Tensor, widths: Widths) -> float:
+    """Squared error, summed over heads, that `widths` leave of coefficients of `variance` (n_heads, dim), descending."""
+    summed = torch.cat([torch.zeros(1, dtype=torch.float64), variance.double().sum(0).cumsum(0)]).tolist()
+    return _distortion(summed, widths)
+
+
+def _distortion(summed: list[float], widths: Widths) -> float:
+    first, second, third = widths.eight, widths.eight + widths.four, widths.n_kept
+    return (
+        _DISTORTION[8] * summed[first]
+        + _DISTORTION[4] * (summed[second] - summed[first])
+        + _DISTORTION[2] * (summed[third] - summed[second])
+        + (summed[-1] - summed[third])
+    )
+
+
+def encode_plain(vectors: torch.Tensor, basis: Basis, *, metric: torch.Tensor | None = None) -> torch.Tensor:
+    """Code `vectors` (n_kv_heads, n, dim) without a scale: (n_kv_heads, n, n_bytes) uint8."""
+    inverse, _ = _analysis(basis, metric)
+    wanted = vectors.float() @ inverse
+    half = basis.widths.per_coefficient(128, 8, 2).to(wanted.device)
+    levels = torch.maximum(torch.minimum(wanted.floor(), half - 1), -half)
+    return pack((levels + half).to(torch.uint8), basis.widths)
+
+
 def encode(residuals: torch.Tensor, basis: Basis, *, metric: torch.Tensor | None = None) -> torch.Tensor:
-    """Code `residuals` (n_kv_heads, n_tokens, dim): (n_kv_heads, n_tokens, n_bytes) uint8, the scale code first.
+    """Code `residuals` (n_kv_heads, n_tokens, dim): (n_kv_heads, n_tokens, 1 + n_bytes) uint8, the scale code first.
 
     Of several scales the one with least squared error in the metric is taken, among them the smallest that clips
     nothing; the coefficients of residual e are those that bring ``|A (e - c rows)|`` to its least.
@@ -213,44 +201,38 @@ def encode(residuals: torch.Tensor, basis: Basis, *, metric: torch.Tensor | None
     return torch.cat([scale, pack((codes + half).to(torch.uint8), widths)], dim=-1)
 
 
-def read_bytes(raw: torch.Tensor, basis: Basis) -> tuple[torch.Tensor, torch.Tensor]:
-    """Coded tokens (..., n_bytes) uint8 as numbers (..., n_kept) float32 and scales (...,).
-
-    The residual is ``(numbers @ basis.byte_rows) * scale``.
-    """
-    widths = basis.widths
-    scale, eight, nibbles, pairs = raw.split([1, widths.eight, widths.four // 2, widths.two // 4], dim=-1)
-    numbers = torch.cat([eight, nibbles & 15, nibbles, pairs & 3, pairs & 15, pairs & 63, pairs], dim=-1)
-    return numbers.float().sub_(basis.centres), basis.scales[scale[..., 0].long()]
-
-
-def coefficients(raw: torch.Tensor, basis: Basis) -> tuple[torch.Tensor, torch.Tensor]:
-    """Coded tokens (..., n_bytes) uint8 level by level: (..., n_kept) float32, in steps, and scales (...,)."""
-    return unpack(raw[..., 1:], basis.widths).float() + basis.middles, basis.scales[raw[..., 0].long()]
+def read_scaled(raw: torch.Tensor, basis: Basis) -> tuple[torch.Tensor, torch.Tensor]:
+    """Coded tokens (..., 1 + n_bytes) uint8 as coefficients (..., n_kept) float32, in steps, and scales (...,)."""
+    return basis.numbers(raw[..., 1:]), scale_of(raw[..., 0])
 
 
 def decode(raw: torch.Tensor, basis: Basis) -> torch.Tensor:
-    """Residuals (n_kv_heads, n_tokens, dim) float32 of coded tokens (n_kv_heads, n_tokens, n_bytes) uint8."""
-    numbers, scale = read_bytes(raw, basis)
-    return (numbers @ basis.byte_rows) * scale.unsqueeze(-1)
+    """Residuals (n_kv_heads, n_tokens, dim) float32 of coded tokens (n_kv_heads, n_tokens, 1 + n_bytes) uint8."""
+    numbers, scale = read_scaled(raw, basis)
+    return basis.restored(numbers) * scale.unsqueeze(-1)
 
 
 def pack(levels: torch.Tensor, widths: Widths) -> torch.Tensor:
-    """Levels (..., n_kept) uint8, each below 2 to its width, as bytes; lower places first."""
+    """Levels (..., n_kept) uint8, each below 2 to its width, as bytes.
+
+    A byte holds levels that lie half (four bits) or quarters (two bits) of their run apart, the first in its low bits:
+    so that whole runs come out of whole bytes.
+    """
     eight, four, two = levels.split([widths.eight, widths.four, widths.two], dim=-1)
-    four = four.unflatten(-1, (-1, 2)) if widths.four else four.unsqueeze(-1).expand(*four.shape, 2)
-    two = two.unflatten(-1, (-1, 4)) if widths.two else two.unsqueeze(-1).expand(*two.shape, 4)
-    nibbles = four[..., 0] | (four[..., 1] << 4)
-    pairs = two[..., 0] | (two[..., 1] << 2) | (two[..., 2] << 4) | (two[..., 3] << 6)
-    return torch.cat([eight, nibbles, pairs], dim=-1)
+    low, high = four.tensor_split(2, dim=-1)
+    a, b, c, d = two.tensor_split(4, dim=-1)
+    return torch.cat([eight, low | (high << 4), a | (b << 2) | (c << 4) | (d << 6)], dim=-1)
 
 
 def unpack(packed: torch.Tensor, widths: Widths) -> torch.Tensor:
     """The levels (..., n_kept) uint8 of `pack`."""
+    if not widths.eight and not widths.two:
+        return torch.cat([packed & 15, packed >> 4], dim=-1)
     eight, nibbles, pairs = packed.split([widths.eight, widths.four // 2, widths.two // 4], dim=-1)
-    four = torch.stack([nibbles & 15, nibbles >> 4], dim=-1).flatten(-2)
-    two = torch.stack([pairs & 3, (pairs >> 2) & 3, (pairs >> 4) & 3, pairs >> 6], dim=-1).flatten(-2)
-    return torch.cat([eight, four, two], dim=-1)
+    runs = [eight, nibbles & 15, nibbles >> 4]
+    if widths.two:
+        runs += [pairs & 3, (pairs >> 2) & 3, (pairs >> 4) & 3, pairs >> 6]
+    return torch.cat(runs, dim=-1)
 
 
 def scale_code(scale: torch.Tensor) -> torch.Tensor:

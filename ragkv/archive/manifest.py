@@ -11,25 +11,31 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ragkv.errors import ArchiveCorruptError, ArchiveFormatError, ArchiveNotFoundError
-from ragkv.model.fingerprint import Fingerprint, json_sha256
+from ragkv.archive.files import FileEntry, read_bounded, stamp_of, system_errors
+from ragkv.archive.sealed import LONGEST, flag, sealed_text, sha256, text, unsealed, whole
+from ragkv.errors import ArchiveFormatError, ArchiveNotFoundError
+from ragkv.model.fingerprint import Fingerprint
 from ragkv.model.prompt import PromptLayout
-from ragkv.model.shape import dtype_bytes
+from ragkv.model.shape import LayerShape, dtype_bytes
 from ragkv.recipe import Recipe
 
 FORMAT_NAME = "ragkv-archive"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST_FILE = "manifest.json"
-TOKENS_FILE = "tokens.parquet"
+ALWAYS = ("tokens.parquet", "rows.parquet")
+CLUSTERED = ("prototypes.parquet", "centroids.faiss")
+"""Files that are there if some layer has clusters."""
+
+OWN_TRANSFORMS = "transforms.parquet"
 DTYPES = ("bfloat16", "float16", "float32")
+_COUNTS = ("prefix_tokens", "document_tokens", "archived_tokens", "head_tokens", "clusters_asked")
+_MOST_LAYERS = 1 << 12
+_MOST_TOKENS = 1 << 31
 
 
 @dataclass(frozen=True)
 class LayerEntry:
-    """One decoder layer: its shapes and, for a global layer, the clusters of each KV head and how its rows are coded.
-
-    ``key_widths`` and ``value_widths`` count the coefficients of 8, 4 and 2 bits; empty where the tensor is lossless.
-    """
+    """One decoder layer: its shapes, its exact tokens, and for a global layer the clusters of each KV head."""
 
     index: int
     window: int | None
@@ -38,44 +44,15 @@ class LayerEntry:
     value_dim: int
     exact_tokens: int
     clusters: tuple[int, ...]
-    key_widths: tuple[int, ...] = ()
-    value_widths: tuple[int, ...] = ()
-
-    @property
-    def exact_file(self) -> str:
-        return f"layers/{self.index:03d}.exact.parquet"
-
-    @property
-    def rows_file(self) -> str:
-        return f"layers/{self.index:03d}.rows.parquet"
-
-    @property
-    def bases_file(self) -> str:
-        return f"layers/{self.index:03d}.bases.parquet"
-
-    @property
-    def prototypes_file(self) -> str:
-        return f"layers/{self.index:03d}.prototypes.parquet"
-
-    @property
-    def centroids_file(self) -> str:
-        return f"layers/{self.index:03d}.centroids.faiss"
-
-    def files(self) -> tuple[str, ...]:
-        if not self.clusters:
-            return (self.exact_file,)
-        return (self.exact_file, self.rows_file, self.prototypes_file, self.centroids_file, self.bases_file)
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    sha256: str
-    bytes: int
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about an archive except its tensors; round-trips to JSON."""
+    """Everything about an archive except its tensors; round-trips to JSON.
+
+    ``transforms`` is the SHA-256 of the file of its transforms, its own or its catalog's; None where no layer has
+    clusters.
+    """
 
     created_by: str
     model_name: str
@@ -92,6 +69,7 @@ class Manifest:
     archived_tokens: int
     head_tokens: int
     layers: tuple[LayerEntry, ...]
+    transforms: str | None
     files: dict[str, FileEntry]
 
     @property
@@ -100,18 +78,22 @@ class Manifest:
         return self.prefix_tokens + self.document_tokens
 
     @property
+    def has_clusters(self) -> bool:
+        return any(layer.clusters for layer in self.layers)
+
+    @property
     def dense_bytes(self) -> int:
         """Bytes of the model's own cache of the same tokens, in the archive's dtype."""
         itemsize = dtype_bytes(self.fingerprint.dtype)
         total = 0
         for layer in self.layers:
-            n_cached = self.n_tokens if layer.window is None else min(self.n_tokens, layer.window - 1)
+            shape = LayerShape(layer.index, layer.window, layer.n_kv_heads, layer.key_dim)
+            n_cached = shape.cached_tokens(self.n_tokens)
             total += n_cached * layer.n_kv_heads * (layer.key_dim + layer.value_dim) * itemsize
         return total
 
     def to_json(self) -> str:
-        body = self._body()
-        return json.dumps({**body, "sha256": json_sha256(body)}, indent=1, ensure_ascii=False) + "\n"
+        return sealed_text(self._body())
 
     def _body(self) -> dict[str, Any]:
         return {
@@ -122,27 +104,16 @@ class Manifest:
             "layout": self.layout.to_dict(),
             "seams": {"prefix": self.prefix_seam_differs, "question": self.question_seam_differs},
             "document": {"name": self.document_name, "sha256": self.document_sha256},
-            "recipe": {"asked": self.recipe.to_dict(), "built": self._built()},
-            "counts": {
-                "prefix_tokens": self.prefix_tokens,
-                "document_tokens": self.document_tokens,
-                "archived_tokens": self.archived_tokens,
-                "head_tokens": self.head_tokens,
-            },
+            "recipe": self.recipe.identity(),
+            "policy": self.recipe.recall.to_dict(),
+            "counts": {name: getattr(self, name) for name in _COUNTS},
             "layers": [asdict(layer) for layer in self.layers],
+            "transforms": self.transforms,
             "files": {name: asdict(entry) for name, entry in sorted(self.files.items())},
         }
 
-    def _built(self) -> dict[str, Any]:
-        per_head = [count for layer in self.layers for count in layer.clusters]
-        return {
-            "clusters_asked": self.clusters_asked,
-            "clusters_min": min(per_head, default=0),
-            "clusters_max": max(per_head, default=0),
-        }
-
     @classmethod
-    def from_json(cls, text: str) -> Manifest:
+    def from_json(cls, raw: str) -> Manifest:
         """Parse and check a manifest.
 
         Raises
@@ -152,62 +123,40 @@ class Manifest:
         ArchiveCorruptError
             If its own checksum does not hold.
         """
-        if not text.endswith("}\n"):
-            raise ArchiveCorruptError(
-                f"{MANIFEST_FILE}: does not end in a closing brace and a newline; it was cut short"
-            )
+        body = unsealed(raw, file=MANIFEST_FILE, kind=FORMAT_NAME, version=FORMAT_VERSION)
         try:
-            body = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ArchiveCorruptError(f"{MANIFEST_FILE}: not valid JSON ({error})") from error
-        if not isinstance(body, dict) or body.get("format") != FORMAT_NAME:
-            raise ArchiveFormatError(f"{MANIFEST_FILE}: not a {FORMAT_NAME} manifest")
-        if type(body.get("version")) is not int or body["version"] != FORMAT_VERSION:
-            raise ArchiveFormatError(
-                f"{MANIFEST_FILE}: format version {body.get('version')!r}, this release reads {FORMAT_VERSION}; "
-                "build the archive again"
-            )
-        if body.pop("sha256", None) != json_sha256(body):
-            raise ArchiveCorruptError(f"{MANIFEST_FILE}: its own checksum does not hold; the manifest was altered")
-        try:
-            return cls._from_body(body)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            manifest = cls._from_body(body)
+            if json.loads(json.dumps(manifest._body())) != body:
+                raise ValueError(f"there are fields that format version {FORMAT_VERSION} does not have")
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             raise ArchiveFormatError(f"{MANIFEST_FILE}: field missing or of the wrong kind ({error})") from error
+        return manifest
 
     @classmethod
     def _from_body(cls, body: dict[str, Any]) -> Manifest:
         model = dict(body["model"])
-        name = model.pop("name")
-        lists = ("clusters", "key_widths", "value_widths")
-        layers = tuple(
-            LayerEntry(**{**entry, **{name: tuple(entry[name]) for name in lists}}) for entry in body["layers"]
-        )
+        name = text("model.name", model.pop("name"))
+        if len(body["layers"]) > _MOST_LAYERS:
+            raise ValueError(f"there are {len(body['layers'])} layers; at most {_MOST_LAYERS} are read")
+        layers = tuple(_layer(place, entry) for place, entry in enumerate(body["layers"]))
         manifest = cls(
-            created_by=body["created_by"],
+            created_by=text("created_by", body["created_by"]),
             model_name=name,
-            fingerprint=Fingerprint(**model),
-            layout=PromptLayout.from_dict(body["layout"]),
-            prefix_seam_differs=body["seams"]["prefix"],
-            question_seam_differs=body["seams"]["question"],
-            document_name=body["document"]["name"],
-            document_sha256=body["document"]["sha256"],
-            recipe=Recipe.from_dict(body["recipe"]["asked"]),
-            clusters_asked=body["recipe"]["built"]["clusters_asked"],
+            fingerprint=checked_fingerprint(model),
+            layout=checked_layout(body["layout"]),
+            prefix_seam_differs=flag("seams.prefix", body["seams"]["prefix"]),
+            question_seam_differs=flag("seams.question", body["seams"]["question"]),
+            document_name=text("document.name", body["document"]["name"]),
+            document_sha256=sha256("document.sha256", body["document"]["sha256"]),
+            recipe=Recipe.from_dict({**body["recipe"], "recall": body["policy"]}),
             layers=layers,
-            files={path: FileEntry(**entry) for path, entry in body["files"].items()},
-            **body["counts"],
+            transforms=None if body["transforms"] is None else sha256("transforms", body["transforms"]),
+            files={text("a file name", path): _file(path, entry) for path, entry in body["files"].items()},
+            **{name: whole(name, body["counts"][name]) for name in _COUNTS},
         )
-        _check_kinds(manifest)
-        if json.loads(json.dumps(manifest._body())) != body:
-            raise ArchiveFormatError(
-                f"{MANIFEST_FILE}: holds fields that format version {FORMAT_VERSION} does not have"
-            )
-        if manifest.fingerprint.dtype not in DTYPES:
-            raise ArchiveFormatError(f"{MANIFEST_FILE}: dtype {manifest.fingerprint.dtype!r}, allowed are {DTYPES}")
-        expected = {TOKENS_FILE, *(path for layer in layers for path in layer.files())}
-        if set(manifest.files) != expected:
-            odd = sorted(set(manifest.files) ^ expected)
-            raise ArchiveFormatError(f"{MANIFEST_FILE}: its file list and its layers disagree on {odd[0]!r}")
+        if manifest.n_tokens >= _MOST_TOKENS:
+            raise ValueError(f"{manifest.n_tokens} tokens; at most 2^31 - 1 are read")
+        _check_files(manifest)
         return manifest
 
 
@@ -218,15 +167,15 @@ def read_manifest(folder: str | Path) -> Manifest:
     ------
     ArchiveNotFoundError
         If the folder has no manifest; archives inside it are named.
+    ArchiveReadError
+        If the system did not let it be read just now.
     """
     folder = Path(folder)
     try:
-        text = (folder / MANIFEST_FILE).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ArchiveCorruptError(f"{MANIFEST_FILE}: not UTF-8 text") from error
-    except OSError as error:
+        with system_errors(f"{str(folder)!r}: {MANIFEST_FILE}"):
+            return Manifest.from_json(read_bounded(folder / MANIFEST_FILE, LONGEST).decode("utf-8"))
+    except ArchiveNotFoundError as error:
         raise ArchiveNotFoundError(f"no archive in {str(folder)!r}: {_hint(folder)}") from error
-    return Manifest.from_json(text)
 
 
 def list_archives(folder: str | Path) -> list[str]:
@@ -235,44 +184,71 @@ def list_archives(folder: str | Path) -> list[str]:
     return sorted(name for name in names if not name.startswith("."))  # a dot marks an archive that is being built
 
 
+def checked_fingerprint(values: dict[str, Any]) -> Fingerprint:
+    """The fingerprint with these fields, each of its kind."""
+    for name, value in values.items():
+        if name != "rope_parameters":
+            text(f"model.{name}", value)
+    found = Fingerprint(**values)
+    if not isinstance(found.rope_parameters, dict):
+        raise TypeError(f"model.rope_parameters is {found.rope_parameters!r}, not an object")
+    if found.dtype not in DTYPES:
+        raise ValueError(f"model.dtype is {found.dtype!r}; allowed are {', '.join(DTYPES)}")
+    return found
+
+
+def checked_layout(values: dict[str, Any]) -> PromptLayout:
+    """The prompt layout with these fields, each of its kind."""
+    for name in ("prefix", "question"):
+        text(f"layout.{name}", values[name])
+    for place, stop in enumerate(values["stop"]):
+        text(f"layout.stop[{place}]", stop)
+    return PromptLayout.from_dict(values)
+
+
+def _layer(place: int, entry: dict[str, Any]) -> LayerEntry:
+    where = f"layers[{place}]"
+    window = entry["window"]
+    layer = LayerEntry(
+        index=whole(f"{where}.index", entry["index"]),
+        window=None if window is None else whole(f"{where}.window", window),
+        clusters=tuple(whole(f"{where}.clusters", count) for count in entry["clusters"]),
+        **{name: whole(f"{where}.{name}", entry[name]) for name in ("n_kv_heads", "key_dim", "value_dim", "exact_tokens")},
+    )
+    if layer.index != place:
+        raise ValueError(f"{where}.index is {layer.index}")
+    if len(layer.clusters) not in (0, layer.n_kv_heads) or 0 in layer.clusters:
+        raise ValueError(f"{where}.clusters is {list(layer.clusters)} for {layer.n_kv_heads} KV heads")
+    if max(layer.n_kv_heads, layer.key_dim, layer.value_dim) > 1 << 16 or layer.exact_tokens >= _MOST_TOKENS:
+        raise ValueError(f"{where}: {layer.n_kv_heads} KV heads of {layer.key_dim} and {layer.value_dim} numbers")
+    return layer
+
+
+def _file(path: str, entry: dict[str, Any]) -> FileEntry:
+    if set(entry) != {"bytes", "sha256"}:
+        raise ValueError(f"files[{path}] has the fields {sorted(entry)}")
+    return FileEntry(whole(f"files[{path}].bytes", entry["bytes"]), sha256(f"files[{path}].sha256", entry["sha256"]))
+
+
+def _check_files(manifest: Manifest) -> None:
+    wanted = {*ALWAYS, *(CLUSTERED if manifest.has_clusters else ())}
+    own = manifest.files.get(OWN_TRANSFORMS)
+    if manifest.has_clusters != (manifest.transforms is not None):
+        raise ValueError(f"transforms is {manifest.transforms!r} where clusters are {manifest.has_clusters}")
+    if own is not None and own.sha256 != manifest.transforms:
+        raise ValueError(f"transforms is {manifest.transforms!r} and its file is {own.sha256!r}")
+    odd = sorted((set(manifest.files) - {OWN_TRANSFORMS}) ^ wanted)
+    if odd:
+        raise ValueError(f"the file list and the layers disagree on {odd[0]!r}")
+
+
 def _hint(folder: Path) -> str:
-    if not folder.is_dir():
-        return "there is no such folder"
-    inside = list_archives(folder)
+    try:
+        if stamp_of(folder) is None or not folder.is_dir():
+            return "there is no such folder"
+        inside = list_archives(folder)
+    except OSError as error:
+        return f"the folder cannot be read ({error.strerror})"
     if inside:
         return f"it holds the archives {', '.join(inside[:5])}{', ...' if len(inside) > 5 else ''}; name one of them"
     return f"it has no {MANIFEST_FILE}; build one with 'ragkv build'"
-
-
-def _check_kinds(manifest: Manifest) -> None:
-    """Refuse values that JSON allows and the tensors behind them do not: 1.0, true or -1 for a count, say."""
-    model, counts = manifest.fingerprint, ("prefix_tokens", "document_tokens", "archived_tokens", "head_tokens")
-    numbers = {name: getattr(manifest, name) for name in ("clusters_asked", *counts)}
-    texts = {name: getattr(manifest, name) for name in ("created_by", "model_name", "document_name", "document_sha256")}
-    texts |= {name: value for name, value in model.to_dict().items() if name != "rope_parameters"}
-    texts |= {"layout.prefix": manifest.layout.prefix, "layout.question": manifest.layout.question}
-    texts |= {f"layout.stop[{place}]": text for place, text in enumerate(manifest.layout.stop)}
-    for place, layer in enumerate(manifest.layers):
-        for name, value in asdict(layer).items():
-            if isinstance(value, tuple):
-                numbers |= {f"layers[{place}].{name}[{index}]": number for index, number in enumerate(value)}
-            elif name != "window" or value is not None:
-                numbers[f"layers[{place}].{name}"] = value
-        for name, widths in (("key_widths", layer.key_widths), ("value_widths", layer.value_widths)):
-            if len(widths) not in (0, 3) or (widths and not layer.clusters):
-                raise ValueError(f"layers[{place}].{name} is {list(widths)}; three counts in a layer with clusters")
-        if len(layer.clusters) not in (0, layer.n_kv_heads):
-            raise ValueError(f"layers[{place}].clusters has {len(layer.clusters)} entries for {layer.n_kv_heads} heads")
-    for path, entry in manifest.files.items():
-        texts[f"files[{path}].sha256"], numbers[f"files[{path}].bytes"] = entry.sha256, entry.bytes
-    for name, value in numbers.items():
-        if type(value) is not int or not 0 <= value < 1 << 63:
-            raise ValueError(f"{name} is {value!r}, not a whole number from 0 to 2^63 - 1")
-    for name, value in texts.items():
-        if not isinstance(value, str):
-            raise TypeError(f"{name} is {value!r}, not text")
-    for name in ("prefix_seam_differs", "question_seam_differs"):
-        if not isinstance(getattr(manifest, name), bool):
-            raise TypeError(f"{name} is {getattr(manifest, name)!r}, not true or false")
-    if not isinstance(model.rope_parameters, dict):
-        raise TypeError(f"rope_parameters is {model.rope_parameters!r}, not an object")

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from ragkv.archive.codec import Basis, read_bytes
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """One tensor of some tokens, as attention multiplies it.
-
-    ``numbers`` (..., n_tokens, n) float32; ``scale`` (..., n_tokens) is what those of a token are to be multiplied
-    with, None where they are the tensor itself.
-    """
-
-    numbers: torch.Tensor
-    scale: torch.Tensor | None
+from ragkv.archive.codec import Basis, decode
 
 
 @dataclass(frozen=True)
 class Payload:
-    """How the rows of a layer are laid out; a basis of None means numbers of `dtype`, bit for bit."""
+    """How the rows of a layer are laid out; a basis of None means numbers of `dtype`, bit for bit.
+
+    Coded keys are residuals to the centroid of their cluster, coded values to its mean value.
+    """
 
     dtype: torch.dtype
     key_dim: int
@@ -35,35 +24,35 @@ class Payload:
 
     @property
     def key_bytes(self) -> int:
-        return self.key_basis.widths.n_bytes if self.key_basis else self.key_dim * self.dtype.itemsize
+        return 1 + self.key_basis.widths.n_bytes if self.key_basis else self.key_dim * self.dtype.itemsize
 
     @property
     def value_bytes(self) -> int:
-        return self.value_basis.widths.n_bytes if self.value_basis else self.value_dim * self.dtype.itemsize
+        return 1 + self.value_basis.widths.n_bytes if self.value_basis else self.value_dim * self.dtype.itemsize
 
     @property
     def row_bytes(self) -> int:
         return self.key_bytes + self.value_bytes
 
-    def to(self, device: torch.device) -> Payload:
-        """The same with the transforms on `device`."""
-        bases = (self.key_basis, self.value_basis)
-        key, value = (None if basis is None else basis.to(device) for basis in bases)
-        return dataclasses.replace(self, key_basis=key, value_basis=value)
+    def key_part(self, rows: torch.Tensor) -> torch.Tensor:
+        """The bytes of the keys in `rows` (..., row_bytes) uint8."""
+        return rows[..., : self.key_bytes]
 
-    def keys(self, rows: torch.Tensor) -> Numbers:
-        """Keys of `rows` (..., row_bytes) uint8: themselves, or the coefficients of their residuals."""
-        return _numbers(rows[..., : self.key_bytes], self.key_basis, self.dtype)
+    def value_part(self, rows: torch.Tensor) -> torch.Tensor:
+        """The bytes of the values in `rows` (..., row_bytes) uint8."""
+        return rows[..., self.key_bytes :]
 
-    def values(self, rows: torch.Tensor) -> Numbers:
-        """Values of `rows` (..., row_bytes) uint8: themselves, or the coefficients of their residuals."""
-        return _numbers(rows[..., self.key_bytes :], self.value_basis, self.dtype)
+    def keys(self, rows: torch.Tensor) -> torch.Tensor:
+        """Keys, or residuals of keys, of `rows` (n_kv_heads, n_tokens, row_bytes) uint8, float32."""
+        return _tensor(self.key_part(rows), self.key_basis, self.dtype)
+
+    def values(self, rows: torch.Tensor) -> torch.Tensor:
+        """Values, or residuals of values, of `rows` (n_kv_heads, n_tokens, row_bytes) uint8, float32."""
+        return _tensor(self.value_part(rows), self.value_basis, self.dtype)
 
 
-def _numbers(raw: torch.Tensor, basis: Basis | None, dtype: torch.dtype) -> Numbers:
-    if basis is None:
-        return Numbers(raw.contiguous().view(dtype).float(), None)
-    return Numbers(*read_bytes(raw, basis))
+def _tensor(raw: torch.Tensor, basis: Basis | None, dtype: torch.dtype) -> torch.Tensor:
+    return from_bits(raw, dtype).float() if basis is None else decode(raw, basis)
 
 
 def to_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -79,12 +68,33 @@ def from_bits(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def rounded(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`numbers` in `dtype`; what lies beyond its range becomes its largest finite number, NaN stays.
 
-    Stored centroids and decoded numbers are off by a share of a step, which near the end of float16 would be infinity.
+    Decoded numbers are off by a share of a step, which near the end of float16 would be infinity.
     """
     largest = torch.finfo(dtype).max
     return numbers.clamp(-largest, largest).to(dtype)
 
 
-def to_numpy(raw: torch.Tensor) -> np.ndarray:
-    """(n_rows, n_bytes) uint8 on the host, C order."""
-    return raw.detach().cpu().contiguous().numpy()
+_SCALE_BYTES = 4
+
+
+def exact_bytes(dim: int, codec: str, dtype: torch.dtype) -> int:
+    """Bytes of one exact token's key or value of `dim` numbers."""
+    return dim * dtype.itemsize if codec == "lossless" else _SCALE_BYTES + dim
+
+
+def encode_exact(tensor: torch.Tensor, codec: str) -> torch.Tensor:
+    """Exact tokens (..., dim) as bytes: their bits, or a float32 scale and a signed byte for each number."""
+    if codec == "lossless":
+        return to_bits(tensor)
+    numbers = tensor.float()
+    scale = numbers.abs().amax(-1, keepdim=True) / 127
+    levels = (numbers / scale.masked_fill(scale == 0, 1)).round().clamp(-127, 127).to(torch.int8)
+    return torch.cat([to_bits(scale), levels.view(torch.uint8)], dim=-1)
+
+
+def decode_exact(raw: torch.Tensor, codec: str, dtype: torch.dtype) -> torch.Tensor:
+    """Exact tokens (..., dim) of `dtype` from bytes of `encode_exact`."""
+    if codec == "lossless":
+        return from_bits(raw, dtype)
+    scale = from_bits(raw[..., :_SCALE_BYTES], torch.float32)
+    return rounded(raw[..., _SCALE_BYTES:].contiguous().view(torch.int8).float() * scale, dtype)

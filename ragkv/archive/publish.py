@@ -1,20 +1,32 @@
-"""Make an archive appear whole or not at all: write beside it, hash, check, manifest last, rename."""
+"""Make an archive appear whole or not at all: write beside it, hash, manifest last, rename; and clear up after the dead.
+
+A build works in ``.NAME.TOKEN.tmp`` beside its target and holds the lock ``.NAME.TOKEN.lock`` for as long as it lives.
+An archive that is replaced is renamed to ``.NAME.TOKEN.old`` just before. Locks end with their process: so whoever comes
+next can tell what a dead build left, deletes it, and puts an archive back that was on its way out when the build died.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import fcntl
 import hashlib
 import os
+import re
+import secrets
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
-from ragkv.archive.manifest import MANIFEST_FILE, FileEntry, Manifest
+from filelock import FileLock, Timeout
+
+from ragkv.archive.files import FileEntry, one_line, stamp_of
+from ragkv.archive.manifest import MANIFEST_FILE, Manifest
+from ragkv.archive.rows import ROWS_FILE, rows_entry
 from ragkv.errors import ArchiveCorruptError, ConfigError, RagkvError
 
+LOCK_FILE = ".ragkv.lock"
+_BUILDING, _ASIDE, _ALIVE = ".tmp", ".old", ".lock"
+_LEFT = re.compile(r"\.(?P<name>.+)\.(?P<token>[0-9a-f]{12})\.(?:tmp|old|lock)")
 _BLOCK = 1 << 20
 
 
@@ -23,74 +35,90 @@ def staging(path: Path, keep: Callable[[Path], bool] | None = None) -> Iterator[
     """Yield a temporary folder that becomes `path` when the block ends, and is removed if it raises.
 
     An archive at `path` is replaced, unless `keep(path)` says that it stays: then the new one is dropped. `keep` is
-    called under the lock of `publishing_in`. Any other file or folder at `path` is left alone and refused.
+    called under the lock of `publishing_in`. Any other file or folder at `path` is left alone and refused. What dead
+    builds left in the same folder is cleared away first.
     """
     path = path.resolve()  # a link to an archive stays, and what it points to is replaced
-    check_place(path)
-    try:
+    token = f".{path.name}.{secrets.token_hex(6)}"
+    folder, aside, alive = (path.parent / f"{token}{suffix}" for suffix in (_BUILDING, _ASIDE, _ALIVE))
+    with _writing(path), ExitStack() as stack:
         path.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
-    except OSError as error:
-        raise ConfigError(f"cannot write to {str(path.parent)!r}: {error.strerror}") from error
-    try:
-        folder.chmod(0o755)
+        with publishing_in(path.parent):
+            _sweep(path.parent)
+            _check_place(path)
+            stack.callback(_drop, folder, alive)
+            stack.enter_context(_holding(alive))
+            folder.mkdir()
         yield folder
-        _replace(folder, path, keep)
-    except RagkvError:
-        raise
-    except OSError as error:  # most often: the disk is full
-        why = " ".join((error.strerror or str(error)).split())
-        raise ConfigError(f"cannot write the archive {str(path)!r}: {why}") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        _replace(folder, path, aside, keep)
 
 
 def check_place(path: Path) -> None:
     """Refuse a place where something other than an archive or an empty folder stands."""
-    if path.exists():
+    if stamp_of(path) is not None:
         with publishing_in(path.parent):  # else a builder could swap archives between two of these looks
             _check_place(path)
 
 
-def _check_place(path: Path) -> None:
-    if path.exists() and not (path / MANIFEST_FILE).is_file() and (not path.is_dir() or any(path.iterdir())):
-        raise ConfigError(f"{str(path)!r} exists and is not an archive; choose another place")
-
-
 @contextmanager
 def publishing_in(parent: Path) -> Iterator[None]:
-    """Hold the lock under which archives in the folder `parent` are put in place: one builder at a time.
+    """Hold the lock under which archives in the folder `parent` are put in place: one at a time.
 
-    The lock is on the folder itself, so no file is left behind, and it ends with the process.
+    It is the lock of a file in the folder, which stays there, and it ends with the process. Where a file system has no
+    locks, or may not be written, it holds nothing: that is as safe as two renames are.
     """
-    descriptor = os.open(parent, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # a file system without locks: as safe as two renames are
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with _holding(parent / LOCK_FILE):
         yield
-    finally:
-        os.close(descriptor)
+
+
+def recover(path: Path) -> bool:
+    """Put back the archive at `path` if a build died between taking it away and putting its own there.
+
+    Returns whether an archive stands there now.
+    """
+    path = path.resolve()
+    if not path.parent.is_dir():
+        return False
+    with suppress(OSError), publishing_in(path.parent):
+        if not _is_archive(path):
+            _sweep(path.parent, only=path.name)
+    return _is_archive(path)
+
+
+def sweep(folder: Path) -> None:
+    """Clear away what dead builds left in `folder`, and put back what they were replacing."""
+    with publishing_in(folder):
+        _sweep(folder)
 
 
 def seal(folder: Path, manifest: Manifest) -> Manifest:
     """Flush and hash every file of `folder`, then write the manifest; returns it with the checksums filled in."""
     files = {}
-    for found in sorted(folder.rglob("*")):
-        if found.is_file():
-            with found.open("rb+") as handle:
-                os.fsync(handle.fileno())
-            files[found.relative_to(folder).as_posix()] = hash_file(found)
-    manifest = dataclasses.replace(manifest, files=files)
+    for found in sorted(folder.iterdir()):
+        with found.open("rb+") as handle:
+            os.fsync(handle.fileno())
+        files[found.name] = rows_entry(found) if found.name == ROWS_FILE else hash_file(found)
+    manifest = replace(manifest, files=files)
     text = manifest.to_json()
     if Manifest.from_json(text) != manifest:
         raise ArchiveCorruptError(f"{MANIFEST_FILE} does not read back as it was written")
-    with (folder / MANIFEST_FILE).open("w", encoding="utf-8") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())
-    for directory in (folder / "layers", folder):
-        fsync_folder(directory)
+    write_whole(folder / MANIFEST_FILE, text.encode())
+    fsync_folder(folder)
     return manifest
+
+
+def write_whole(path: Path, raw: bytes) -> None:
+    """Write a file that is there whole or not at all, flushed to the device; one that stood there is replaced."""
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(6)}{_BUILDING}")
+    try:
+        with beside.open("wb") as handle:
+            handle.write(raw)
+            handle.flush()
+            os.fsync(handle.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+    fsync_folder(path.parent)
 
 
 def hash_file(path: Path) -> FileEntry:
@@ -100,32 +128,110 @@ def hash_file(path: Path) -> FileEntry:
         while block := handle.read(_BLOCK):
             hasher.update(block)
             n_bytes += len(block)
-    return FileEntry(sha256=hasher.hexdigest(), bytes=n_bytes)
+    return FileEntry(bytes=n_bytes, sha256=hasher.hexdigest())
 
 
-def _replace(folder: Path, path: Path, keep: Callable[[Path], bool] | None) -> None:
-    """Rename `folder` to `path`; a folder in the way is kept, or moved aside first and removed afterwards."""
-    aside = folder.with_suffix(".old")
+def fsync_folder(folder: Path) -> None:
+    """Flush the names in a folder to the device, where the system lets a folder be opened."""
+    with suppress(PermissionError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Say in one sentence what the system refused: most often, that the disk is full."""
+    try:
+        yield
+    except RagkvError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"cannot write the archive {str(path)!r}: {error.strerror or one_line(error)}") from error
+
+
+@contextmanager
+def _holding(file: Path) -> Iterator[None]:
+    lock = FileLock(file, mode=0o666)
+    try:
+        lock.acquire()
+    except (OSError, NotImplementedError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _check_place(path: Path) -> None:
+    if stamp_of(path) is not None and not _is_archive(path) and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"{str(path)!r} exists and is not an archive; choose another place")
+
+
+def _is_archive(path: Path) -> bool:
+    return stamp_of(path / MANIFEST_FILE) is not None
+
+
+def _replace(folder: Path, path: Path, aside: Path, keep: Callable[[Path], bool] | None) -> None:
+    """Rename `folder` to `path`; an archive in the way is kept, or moved aside first and removed afterwards."""
     with publishing_in(path.parent):
         _check_place(path)  # again: the build took its time
-        if keep is not None and (path / MANIFEST_FILE).is_file() and keep(path):
+        stands = _is_archive(path)
+        if keep is not None and stands and keep(path):
             return
         try:
-            if path.exists():
+            if stamp_of(path) is not None:
                 path.rename(aside)
             folder.rename(path)
-        except OSError as error:
-            if aside.exists() and not path.exists():
+        except OSError:
+            if stamp_of(aside) is not None and stamp_of(path) is None:
                 aside.rename(path)
-            raise ConfigError(f"cannot publish the archive at {str(path)!r}: {error.strerror}") from error
+            raise
         fsync_folder(path.parent)
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def fsync_folder(folder: Path) -> None:
-    """Flush the names in a folder to the device."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _drop(folder: Path, alive: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):
+        alive.unlink(missing_ok=True)
+
+
+def _sweep(parent: Path, *, only: str | None = None) -> None:
+    """Clear up after dead builds; under the lock of `publishing_in`, so that no build begins or ends meanwhile."""
+    tokens = {}
+    for found in parent.iterdir():
+        match = _LEFT.fullmatch(found.name)
+        if match is not None and only in (None, match["name"]):
+            tokens[match["token"]] = match["name"]
+    for token, name in sorted(tokens.items()):
+        folder, aside, alive = (parent / f".{name}.{token}{suffix}" for suffix in (_BUILDING, _ASIDE, _ALIVE))
+        if _is_alive(alive):
+            continue
+        target = parent / name
+        if _is_archive(aside) and stamp_of(target) is None:
+            aside.rename(target)
+        for left in (folder, aside):
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
+        alive.unlink(missing_ok=True)
+
+
+def _is_alive(alive: Path) -> bool:
+    """Whether the build that holds this lock lives."""
+    if stamp_of(alive) is None:
+        return False
+    lock = FileLock(alive)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        lock.acquire(blocking=False)
+    except Timeout:
+        return True
+    except (OSError, NotImplementedError):  # a file system without locks tells nothing: leave it
+        return True
+    lock.release()
+    return False

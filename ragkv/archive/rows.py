@@ -1,206 +1,361 @@
-"""Row files: tokens of a layer as Parquet rows, and their bytes mapped straight out of the file.
+"""The rows file: the tokens of all layers as Parquet, one row per cluster, mapped and fetched cluster by cluster.
 
-The column ``key_value`` (a token's key and then its value, as `Payload` lays them out) is PLAIN, uncompressed and
-without nulls, one page to a column chunk. In a file of archived rows every row group holds whole clusters of one KV
-head, so a cluster's rows are one run of bytes at an address that the Parquet footer gives: recall reads them from the
-mapped file, undecoded.
+A row is the posting list of a cluster and the bytes of its tokens (`ragkv.archive.payload`), or all tokens of a KV head
+that are always attended exactly. Every row group holds whole clusters of one KV head, its payload column is one
+uncompressed PLAIN page, and a checksum of each row group stands in the footer: so recall reads a cluster's bytes
+straight out of the mapped file, at an address that the footer gives, once it has looked at the checksum of its row group.
 """
 
 from __future__ import annotations
 
+import hashlib
 import mmap
-from contextlib import suppress
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
+from types import TracebackType
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from ragkv.archive.payload import to_numpy
-from ragkv.errors import ArchiveCorruptError
+from ragkv.archive.files import FileEntry, one_line, open_regular, stamp_of, system_errors
+from ragkv.errors import ArchiveCorruptError, ArchiveReadError
 
+ROWS_FILE = "rows.parquet"
 EXACT = -1
-"""Cluster number of rows that are always attended exactly."""
+"""Cluster number of the tokens that are always attended exactly."""
 
-ROW_GROUP_ROWS = 2048
-"""A row group of archived rows is closed once it has this many; clusters are never split."""
+GROUP_TOKENS = 4096
+"""A row group of archived tokens is closed once it has this many; clusters are never split."""
 
-_MADV_POPULATE_READ = 22  # from Linux's mman.h; the mmap module has no name for it
+_GROUP_BYTES = 1 << 24  # a row group of exact tokens is closed once it has so many
+_CHECKSUMS = b"ragkv.row_groups.sha256"
+_MAGIC = b"PAR1"
+_TAIL = 8  # length of the footer and magic
+_LENGTH_BYTES = 4  # in front of each row's payload
 _MAX_PAGE_HEADER = 256
-_MAX_ROWS_PER_PAGE = (1 << 31) - 1
-_PAGE_BYTES = 1 << 30
-_KEY_VALUE_COLUMN = 3
+_LONGEST_FOOTER = 1 << 28
+_SCHEMA = pa.schema(
+    [
+        pa.field("layer", pa.int32(), nullable=False),
+        pa.field("kv_head", pa.int32(), nullable=False),
+        pa.field("cluster", pa.int32(), nullable=False),
+        pa.field("positions", pa.list_(pa.field("element", pa.int32(), nullable=False)), nullable=False),
+        pa.field("key_value", pa.binary(), nullable=False),
+    ]
+)
+_OPTIONS = {
+    "compression": "none",
+    "use_dictionary": False,
+    "column_encoding": {
+        "layer": "DELTA_BINARY_PACKED",
+        "kv_head": "DELTA_BINARY_PACKED",
+        "cluster": "DELTA_BINARY_PACKED",
+        "positions.list.element": "DELTA_BINARY_PACKED",
+        "key_value": "PLAIN",
+    },
+    "write_statistics": False,
+    "data_page_size": 1 << 30,
+    "max_rows_per_page": (1 << 31) - 1,
+}
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Tokens of one layer in file order.
+class RowsWriter:
+    """Writes a rows file: first the exact tokens of every layer, then the clusters, layer by layer."""
 
-    ``kv_head``, ``cluster``, ``position`` (n_rows,) int64; ``payload`` (n_rows, row_bytes) uint8.
-    """
+    def __init__(self, path: Path) -> None:
+        self._sink = _HashingFile(path)
+        self._writer = pq.ParquetWriter(self._sink, _SCHEMA, **_OPTIONS)
+        self._sink.begin()
+        self._exact: list[pa.Table] = []
 
-    kv_head: torch.Tensor
-    cluster: torch.Tensor
-    position: torch.Tensor
-    payload: torch.Tensor
+    def add_exact(self, layer: int, positions: torch.Tensor, payload: torch.Tensor) -> None:
+        """Exact tokens of a layer: `positions` (n,) of every KV head, `payload` (n_kv_heads, n, row_bytes) uint8."""
+        n_heads, n_tokens = payload.shape[:2]
+        if not n_tokens:
+            return
+        for head in range(n_heads):
+            self._exact.append(_table(layer, head, [EXACT], [n_tokens], positions, payload[head]))
+        if sum(table.nbytes for table in self._exact) >= _GROUP_BYTES:
+            self._flush_exact()
+
+    def add_clusters(self, layer: int, sizes: list[list[int]], positions: torch.Tensor, payload: torch.Tensor) -> None:
+        """Archived tokens of a layer, each KV head's by cluster: `positions` (n_kv_heads, n) int64, `payload`
+        (n_kv_heads, n, row_bytes) uint8, and `sizes[head]` how many of each cluster."""
+        self._flush_exact()
+        for head, counts in enumerate(sizes):
+            for first, last in _group_cuts(counts):
+                start, stop = sum(counts[:first]), sum(counts[:last])
+                self._write(
+                    _table(
+                        layer,
+                        head,
+                        range(first, last),
+                        counts[first:last],
+                        positions[head, start:stop],
+                        payload[head, start:stop],
+                    )
+                )
+
+    def close(self) -> None:
+        """Write the footer, with the checksum of every row group."""
+        self._flush_exact()
+        self._writer.add_key_value_metadata({_CHECKSUMS.decode(): "".join(self._sink.digests)})
+        self._writer.close()
+        self._sink.close()
+
+    def __enter__(self) -> RowsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._sink.close()
+
+    def _flush_exact(self) -> None:
+        if self._exact:
+            self._write(pa.concat_tables(self._exact).combine_chunks())
+            self._exact = []
+
+    def _write(self, table: pa.Table) -> None:
+        self._writer.write_table(table, row_group_size=len(table))
+        self._sink.end_group()
+
+
+class _HashingFile:
+    """A file that hashes what is written between the ends of row groups; the writer sees a Python file."""
+
+    def __init__(self, path: Path) -> None:
+        self._handle = path.open("wb")
+        self._hasher = hashlib.sha256()
+        self.digests: list[str] = []
+        self.closed = False
+
+    def begin(self) -> None:
+        self._hasher = hashlib.sha256()
+
+    def end_group(self) -> None:
+        self.digests.append(self._hasher.hexdigest())
+        self.begin()
+
+    def write(self, data: bytes) -> int:
+        self._hasher.update(data)
+        return self._handle.write(data)
+
+    def tell(self) -> int:
+        return self._handle.tell()
+
+    def flush(self) -> None:
+        self._handle.flush()
+
+    def writable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._handle.close()
+        self.closed = True
+
+
+def _table(
+    layer: int, head: int, clusters: range | list[int], sizes: list[int], positions: torch.Tensor, payload: torch.Tensor
+) -> pa.Table:
+    """Rows of some clusters of one KV head; `positions` (n,) and `payload` (n, row_bytes) of their tokens in order."""
+    n_rows, row_bytes = len(sizes), payload.shape[1]
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    raw = np.ascontiguousarray(payload.detach().cpu().numpy())
+    of_bytes = (offsets.astype(np.int64) * row_bytes).astype(np.int32)
+    where = pa.array(positions.cpu().numpy().astype(np.int32))
+    element = _SCHEMA.field("positions").type
+    columns = [
+        pa.array(np.full(n_rows, layer, dtype=np.int32)),
+        pa.array(np.full(n_rows, head, dtype=np.int32)),
+        pa.array(np.asarray(clusters, dtype=np.int32)),
+        pa.ListArray.from_arrays(pa.array(offsets), where, type=element),
+        pa.Array.from_buffers(pa.binary(), n_rows, [None, pa.py_buffer(of_bytes), pa.py_buffer(raw)]),
+    ]
+    return pa.Table.from_arrays(columns, schema=_SCHEMA)
+
+
+def _group_cuts(sizes: list[int]) -> Iterator[tuple[int, int]]:
+    """Runs of clusters that make up a row group each."""
+    first, held = 0, 0
+    for place, size in enumerate(sizes, start=1):
+        held += size
+        if held >= GROUP_TOKENS or place == len(sizes):
+            yield first, place
+            first, held = place, 0
+
+
+def rows_entry(path: Path) -> FileEntry:
+    """Length of a rows file, and the SHA-256 of its footer, which holds the checksums of all that comes before it."""
+    with path.open("rb") as handle:
+        length = os.fstat(handle.fileno()).st_size
+        handle.seek(length - _TAIL)
+        n_footer = int.from_bytes(handle.read(_TAIL)[:4], "little")
+        handle.seek(length - _TAIL - n_footer)
+        return FileEntry(bytes=length, sha256=hashlib.sha256(handle.read()).hexdigest())
 
 
 @dataclass(frozen=True)
 class RowGroups:
-    """Where the rows of a file lie, one entry per row group.
+    """The row groups of some layers, each array with one entry per row group.
 
-    ``first_row`` and ``n_rows`` count rows; ``first_byte`` is the file offset of the first of them.
+    ``start`` and ``stop`` (n,) int64 bound its bytes in the file, and ``data`` (n,) int64 its payload's from the length
+    of the first row on; ``rows`` (n,) int64 counts its rows; ``sha256`` is the checksum of its bytes.
     """
 
-    first_row: tuple[int, ...]
-    n_rows: tuple[int, ...]
-    first_byte: tuple[int, ...]
+    start: np.ndarray
+    stop: np.ndarray
+    data: np.ndarray
+    rows: np.ndarray
+    sha256: tuple[str, ...]
 
 
-def write_rows(path: Path, rows: Rows, sizes: list[list[int]] | None = None) -> None:
-    """Write a row file.
+class RowsFile:
+    """A mapped rows file; keeps at most one descriptor, and never reads what nobody asked for.
 
-    Archived rows are in order of KV head and then cluster, ``sizes[head][cluster]`` of them each, which is where row
-    groups may be closed; without `sizes` all rows are one row group.
+    ``mapped`` (n_bytes,) uint8 on the host is a private mapping: nothing written to it could reach the file.
     """
-    schema = _schema(rows.payload.shape[1])
-    options = {
-        "compression": "none",
-        "use_dictionary": ["kv_head"],
-        "column_encoding": {
-            "cluster": "DELTA_BINARY_PACKED",
-            "position": "DELTA_BINARY_PACKED",
-            "key_value": "PLAIN",
-        },
-        "write_statistics": False,
-        "data_page_size": _PAGE_BYTES,
-        "max_rows_per_page": _MAX_ROWS_PER_PAGE,
-    }
-    table = _table(rows, schema)
-    cuts = [(0, table.num_rows)] if sizes is None else _group_cuts(sizes)
-    with pq.ParquetWriter(path, schema, **options) as writer:
-        for start, stop in cuts:
-            writer.write_table(table.slice(start, stop - start), row_group_size=max(1, stop - start))
+
+    def __init__(self, path: Path, expected: FileEntry) -> None:
+        """Map the file at `path` and check its length and footer.
+
+        Raises
+        ------
+        ArchiveNotFoundError, ArchiveCorruptError, ArchiveReadError
+            If it is not there, is not the file that the manifest speaks of, or cannot be read now.
+        """
+        self.path = path
+        with system_errors(ROWS_FILE):
+            descriptor = open_regular(path)
+            try:
+                self.stamp = _stamp(os.fstat(descriptor))
+                if self.stamp[2] != expected.bytes or expected.bytes < 2 * _TAIL:
+                    raise ArchiveCorruptError(
+                        f"{ROWS_FILE}: {self.stamp[2]} bytes, the manifest says {expected.bytes}"
+                    )
+                self._map = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+            finally:
+                os.close(descriptor)
+            self.mapped = torch.from_numpy(np.frombuffer(self._map, dtype=np.uint8))
+            self._metadata = self._checked_footer(expected)
+            self.groups = self._groups()
+        self._good = np.zeros(len(self.groups.rows), dtype=bool)
+
+    def _checked_footer(self, expected: FileEntry) -> pq.FileMetaData:
+        raw, length = self.mapped.numpy(), expected.bytes
+        n_footer = int.from_bytes(raw[length - _TAIL : length - 4].tobytes(), "little")
+        first = length - _TAIL - n_footer
+        if n_footer > _LONGEST_FOOTER or first < len(_MAGIC):
+            raise ArchiveCorruptError(f"{ROWS_FILE}: its footer does not fit into it")
+        footer = raw[first:].tobytes()
+        if hashlib.sha256(footer).hexdigest() != expected.sha256:
+            raise ArchiveCorruptError(f"{ROWS_FILE}: the SHA-256 of its footer is not the manifest's")
+        self._footer_start = first
+        return pq.read_metadata(pa.BufferReader(_MAGIC + footer))
+
+    def _groups(self) -> RowGroups:
+        """Where the row groups lie, from the footer; nothing before it is touched."""
+        metadata = self._metadata
+        n_groups, names = metadata.num_row_groups, metadata.schema.to_arrow_schema()
+        if not names.equals(_SCHEMA):
+            raise ArchiveCorruptError(f"{ROWS_FILE}: its columns are not those of the format")
+        said = (metadata.metadata or {}).get(_CHECKSUMS, b"").decode("ascii", "replace")
+        if len(said) != 64 * n_groups:
+            raise ArchiveCorruptError(f"{ROWS_FILE}: it does not hold one checksum for each row group")
+        start, stop, data, rows = (np.zeros(n_groups, dtype=np.int64) for _ in range(4))
+        end = len(_MAGIC)
+        for place in range(n_groups):
+            group = metadata.row_group(place)
+            payload = group.column(group.num_columns - 1)
+            first = group.column(0).data_page_offset
+            start[place], stop[place] = end, payload.data_page_offset + payload.total_compressed_size
+            data[place], rows[place] = payload.data_page_offset, group.num_rows
+            plain = payload.compression == "UNCOMPRESSED" and set(payload.encodings) <= {"PLAIN", "RLE"}
+            if not plain or first != end or not end < data[place] < stop[place] <= self._footer_start or not rows[place]:
+                raise ArchiveCorruptError(f"{ROWS_FILE}: row group {place} is not laid out as the format says")
+            end = int(stop[place])
+        if n_groups and end > self._footer_start:
+            raise ArchiveCorruptError(f"{ROWS_FILE}: its row groups reach into the footer")
+        return RowGroups(start, stop, data, rows, tuple(said[at : at + 64] for at in range(0, len(said), 64)))
+
+    def require(self, groups: np.ndarray) -> None:
+        """Look at the checksums of these row groups (n,) int64, each once.
+
+        Raises
+        ------
+        ArchiveCorruptError
+            If one does not hold.
+        """
+        for group in groups[~self._good[groups]].tolist():
+            first, last = int(self.groups.start[group]), int(self.groups.stop[group])
+            if hashlib.sha256(self.mapped[first:last].numpy()).hexdigest() != self.groups.sha256[group]:
+                raise ArchiveCorruptError(
+                    f"{str(self.path)!r}: row group {group} has another SHA-256 than its footer says; the archive is "
+                    "damaged: build it again"
+                )
+            self._good[group] = True
+
+    def require_bytes(self, addresses: torch.Tensor, first: int, last: int) -> None:
+        """Look at the checksums of the row groups, from `first` up to `last`, that hold the bytes `addresses` (n,)."""
+        if bool(self._good[first:last].all()):
+            return
+        found = np.searchsorted(self.groups.start[first:last], addresses.cpu().numpy(), side="right") - 1
+        self.require(np.unique(found) + first)
+
+    def changed(self) -> bool:
+        """Whether the file was changed in place since it was mapped: other bytes, or fewer, may stand there now.
+
+        A file that was put in its place, or deleted, changes nothing: the mapped one lives on.
+        """
+        try:
+            now = stamp_of(self.path)
+            if self._map.size() != self.stamp[2]:
+                return True
+        except (OSError, ValueError) as error:
+            raise ArchiveReadError(f"{str(self.path)!r} cannot be looked at now: {one_line(error)}") from error
+        return now is not None and now[0] == self.stamp[0] and now != self.stamp
+
+    def columns(self, groups: list[int], names: list[str]) -> pa.Table:
+        """Decode some columns of some row groups with the Parquet reader."""
+        self.require(np.asarray(groups, dtype=np.int64))
+        with system_errors(ROWS_FILE):
+            reader = pq.ParquetFile(pa.BufferReader(pa.py_buffer(self.mapped.numpy())), metadata=self._metadata)
+            return reader.read_row_groups(groups, columns=names, use_threads=False)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes held about the file, and none of it."""
+        groups = self.groups
+        return groups.start.nbytes * 4 + 32 * len(groups.sha256)
 
 
-def read_rows(path: Path) -> Rows:
-    """Decode a row file with the Parquet reader."""
-    table = pq.read_table(path)
-
-    def integers(name: str) -> torch.Tensor:
-        return torch.from_numpy(table.column(name).to_numpy().astype(np.int64))
-
-    return Rows(
-        kv_head=integers("kv_head"),
-        cluster=integers("cluster"),
-        position=integers("position"),
-        payload=read_binary(table.column("key_value")),
-    )
-
-
-def read_positions(mapped: torch.Tensor) -> torch.Tensor:
-    """The position of every row of a mapped row file, (n_rows,) int64; nothing else of it is read."""
-    column = pq.read_table(pa.BufferReader(pa.py_buffer(mapped.numpy())), columns=["position"]).column("position")
-    return torch.from_numpy(column.to_numpy().astype(np.int64))
-
-
-def row_groups(path: Path, row_bytes: int) -> RowGroups:
-    """Find the rows of a file from the Parquet footer.
+def payload_start(rows: RowsFile, group: int, n_bytes: int) -> int:
+    """First byte of the payload page's rows in a row group whose rows hold `n_bytes` bytes.
 
     Raises
     ------
     ArchiveCorruptError
-        If a column chunk is not one uncompressed PLAIN page of rows of `row_bytes` bytes.
+        If the page does not hold as many.
     """
-    metadata = pq.read_metadata(path)
-    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
-    n_rows = [group.num_rows for group in groups]
-    return RowGroups(
-        first_row=tuple(accumulate(n_rows, initial=0))[:-1],
-        n_rows=tuple(n_rows),
-        first_byte=tuple(_page_start(path, group, row_bytes) for group in groups),
-    )
+    groups = rows.groups
+    size = int(groups.stop[group] - groups.data[group])
+    header = size - n_bytes - _LENGTH_BYTES * int(groups.rows[group])
+    if not 0 < header <= _MAX_PAGE_HEADER:
+        raise ArchiveCorruptError(f"{ROWS_FILE}: row group {group} does not hold the bytes that its clusters' sizes say")
+    return int(groups.data[group]) + header
 
 
-def map_file(path: Path) -> torch.Tensor:
-    """The bytes of a file as a (n_bytes,) uint8 tensor, mapped rather than read.
-
-    Copy-on-write: nothing written to the tensor could reach the file.
-    """
-    with path.open("rb") as handle:
-        mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
-    with suppress(OSError):  # older kernels fault pages in one by one instead
-        mapped.madvise(_MADV_POPULATE_READ)
-    return torch.from_numpy(np.frombuffer(mapped, dtype=np.uint8))
+def binary_rows(column: pa.ChunkedArray) -> list[memoryview]:
+    """The values of a binary column, not copied."""
+    return [memoryview(value.as_buffer()) for chunk in column.chunks for value in chunk]
 
 
-def mapped_rows(mapped: torch.Tensor, groups: RowGroups, row_bytes: int) -> torch.Tensor:
-    """All rows of a mapped file, in order: (n_rows, row_bytes) uint8."""
-    runs = [
-        mapped[at : at + n_rows * row_bytes].view(n_rows, row_bytes)
-        for at, n_rows in zip(groups.first_byte, groups.n_rows, strict=True)
-    ]
-    return torch.cat(runs)
-
-
-def binary_column(raw: torch.Tensor) -> pa.Array:
-    """(n_rows, n_bytes) uint8 as a fixed-size binary Arrow array without copying more than once."""
-    bits = to_numpy(raw)
-    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(bits.shape[1]), bits.shape[0], [None, pa.py_buffer(bits)])
-
-
-def read_binary(column: pa.ChunkedArray) -> torch.Tensor:
-    """A fixed-size binary column as (n_rows, n_bytes) uint8."""
-    width = column.type.byte_width
-    array = column.combine_chunks()
-    if isinstance(array, pa.ChunkedArray):  # no rows at all
-        return torch.empty(0, width, dtype=torch.uint8)
-    raw = np.frombuffer(array.buffers()[1], dtype=np.uint8, count=len(array) * width, offset=array.offset * width)
-    return torch.from_numpy(raw.copy()).reshape(len(array), width)
-
-
-def _schema(row_bytes: int) -> pa.Schema:
-    return pa.schema(
-        [
-            pa.field("kv_head", pa.int32(), nullable=False),
-            pa.field("cluster", pa.int32(), nullable=False),
-            pa.field("position", pa.int32(), nullable=False),
-            pa.field("key_value", pa.binary(row_bytes), nullable=False),
-        ]
-    )
-
-
-def _table(rows: Rows, schema: pa.Schema) -> pa.Table:
-    integers = [rows.kv_head, rows.cluster, rows.position]
-    columns = [pa.array(column.cpu().numpy().astype(np.int32)) for column in integers]
-    return pa.Table.from_arrays([*columns, binary_column(rows.payload)], schema=schema)
-
-
-def _group_cuts(sizes: list[list[int]]) -> list[tuple[int, int]]:
-    """Cut archived rows at cluster borders, never across two KV heads."""
-    cuts, start, stop = [], 0, 0
-    for head in sizes:
-        for size in head:
-            stop += size
-            if stop - start >= ROW_GROUP_ROWS:
-                cuts.append((start, stop))
-                start = stop
-        if stop > start:
-            cuts.append((start, stop))
-            start = stop
-    return cuts
-
-
-def _page_start(path: Path, group: pq.RowGroupMetaData, row_bytes: int) -> int:
-    """First byte of the rows in a column chunk that is a single page: what is not data is the page's header."""
-    chunk = group.column(_KEY_VALUE_COLUMN)
-    header = chunk.total_compressed_size - group.num_rows * row_bytes
-    plain = chunk.compression == "UNCOMPRESSED" and set(chunk.encodings) <= {"PLAIN", "RLE"}
-    if chunk.path_in_schema != "key_value" or not plain or not 0 < header <= _MAX_PAGE_HEADER:
-        raise ArchiveCorruptError(
-            f"{path.name}: column {chunk.path_in_schema!r} is not one uncompressed PLAIN page of {row_bytes}-byte rows"
-        )
-    return int(chunk.data_page_offset + header)
+def _stamp(found: os.stat_result) -> tuple[int, int, int]:
+    return (found.st_ino, found.st_mtime_ns, found.st_size)

@@ -14,14 +14,10 @@ from itertools import pairwise
 
 import torch
 
-from ragkv.archive.centroids import faiss_kmeans
-from ragkv.archive.groups import group_sizes, group_sums
+from ragkv.build.groups import group_sizes, group_sums
 from ragkv.recipe import Recipe
 
 log = logging.getLogger(__name__)
-
-FAISS_CLUSTERS = 16_384
-"""Clusters in one segment above which ``clusterer="auto"`` hands over to FAISS."""
 
 PLAIN_SHARE = 0.1
 """Share of plain L2 in the metric, in units of the mean query energy per dimension; measured best of 0.03, 0.1, 0.3."""
@@ -71,7 +67,7 @@ def cluster_keys(
     keys
         (n_kv_heads, n_tokens, head_dim) of any floating dtype, after RoPE.
     recipe
-        ``tokens_per_cluster``, ``segment_tokens``, ``kmeans_iterations``, ``clusterer`` and ``seed`` are used.
+        ``tokens_per_cluster``, ``segment_tokens`` and ``kmeans_iterations`` are used.
     values
         (n_kv_heads, n_tokens, value_dim), or None to group by keys alone.
     query_moment
@@ -132,9 +128,6 @@ def _kmeans(points: torch.Tensor, n_clusters: int, recipe: Recipe) -> torch.Tens
     n_points = points.shape[1]
     spaced = (torch.arange(n_clusters, device=points.device) * n_points) // n_clusters + n_points // (2 * n_clusters)
     centroids = points[:, spaced]
-    use_faiss = recipe.clusterer == "faiss" or (recipe.clusterer == "auto" and n_clusters > FAISS_CLUSTERS)
-    if use_faiss:
-        return assign(points, faiss_kmeans(points, centroids, recipe.kmeans_iterations, recipe.seed))
     labels = assign(points, centroids)
     for _ in range(recipe.kmeans_iterations):
         sizes = group_sizes(labels, n_clusters).unsqueeze(-1)

@@ -1,25 +1,33 @@
-"""Write one layer of an archive: keys/values -> clusters -> codes -> files."""
+"""One layer of an archive: keys/values -> clusters -> transforms -> codes."""
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from ragkv.archive.centroids import read_centroids, write_centroids
-from ragkv.archive.codec import Basis, encode, fit_basis
-from ragkv.archive.groups import group_sizes, group_sums
-from ragkv.archive.manifest import LayerEntry
-from ragkv.archive.payload import rounded, to_bits
-from ragkv.archive.rows import EXACT, Rows, write_rows
-from ragkv.archive.spread import axis_scales, fit_axes
-from ragkv.archive.tables import write_bases, write_prototypes
+from ragkv.archive.codec import (
+    Basis,
+    allocate,
+    decode,
+    encode,
+    encode_plain,
+    expected_distortion,
+    fit_basis,
+    principal_axes,
+    scale_code,
+)
+from ragkv.archive.payload import Payload, encode_exact, to_bits
+from ragkv.archive.prototypes import Prototypes, smallest_dtype
+from ragkv.archive.transforms import N_AXES, LayerTransforms
 from ragkv.build.cluster import Clusters, cluster_keys, query_metric
+from ragkv.build.groups import group_means
 from ragkv.model.prefill import CapturedLayer
 from ragkv.model.prompt import PromptTokens
 from ragkv.recipe import CODEC_BITS, Recipe
+
+_FIT_STEP = 8  # every eighth token is enough to tell how well transforms fit
 
 
 @dataclass(frozen=True)
@@ -30,6 +38,12 @@ class Span:
     tail: int
     end: int
 
+    def exact(self, *, first: int, window: int | None) -> torch.Tensor:
+        """Which positions of a layer, cached from `first` on, are always attended exactly."""
+        if window is not None:
+            return torch.arange(first, self.end)
+        return torch.cat([torch.arange(self.head), torch.arange(self.tail, self.end)])
+
 
 def document_span(tokens: PromptTokens, recipe: Recipe) -> Span:
     """Which positions are archived: all but the prefix (or the first sink tokens) and the window at the end."""
@@ -38,149 +52,200 @@ def document_span(tokens: PromptTokens, recipe: Recipe) -> Span:
     return Span(head=head, tail=max(head, end - recipe.window_tokens), end=end)
 
 
-def write_layer(
-    folder: Path,
-    index: int,
-    layer: CapturedLayer,
-    *,
-    window: int | None,
-    span: Span,
-    recipe: Recipe,
-    query_moment: torch.Tensor | None,
-) -> tuple[LayerEntry, int]:
-    """Write the files of one layer; returns its manifest entry and the clusters asked for."""
-    n_kv_heads, n_tokens, key_dim = layer.keys.shape
-    entry = LayerEntry(
-        index=index,
-        window=window,
-        n_kv_heads=n_kv_heads,
-        key_dim=key_dim,
-        value_dim=layer.values.shape[-1],
-        exact_tokens=n_tokens if window is not None else span.end - (span.tail - span.head),
-        clusters=(),
-    )
-    if window is not None or span.tail == span.head:
-        write_rows(folder / entry.exact_file, _exact_rows(layer, slice(0, n_tokens)))
-        return entry, 0
-    write_rows(folder / entry.exact_file, _exact_rows(layer, slice(0, span.head), slice(span.tail, span.end)))
-    keys, values = layer.keys[:, span.head : span.tail], layer.values[:, span.head : span.tail]
-    clusters = cluster_keys(keys, recipe, values=values, query_moment=query_moment)
-    entry = dataclasses.replace(entry, clusters=tuple(clusters.n_clusters.tolist()))
-    metric = None if query_moment is None else query_metric(query_moment)
-    residuals, key_mean, axes = _write_prototypes(
-        folder, entry, keys, values, clusters, query_moment=query_moment, metric=metric
-    )
+@dataclass(frozen=True)
+class ClusteredLayer:
+    """The archived tokens of one layer of one document, and their clusters.
+
+    ``keys`` and ``values`` (n_kv_heads, n_tokens, dim) in the model's dtype, ``first`` the position of the first of
+    them; ``moment`` (n_kv_heads, key_dim, key_dim) is the second moment of queries, None without probes.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    first: int
+    clusters: Clusters
+    moment: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class CodedLayer:
+    """What the files hold of the archived tokens of a layer.
+
+    ``positions`` (n_kv_heads, n_tokens) int64 and ``payload`` (n_kv_heads, n_tokens, row_bytes) uint8 are in order of
+    cluster and position, ``sizes[head]`` the tokens of each cluster. ``misfit`` is the distortion of the codes as a
+    multiple of that of transforms of its own.
+    """
+
+    prototypes: Prototypes
+    positions: torch.Tensor
+    payload: torch.Tensor
+    sizes: list[list[int]]
+    misfit: float
+
+
+def exact_payload(layer: CapturedLayer, positions: torch.Tensor, codecs: tuple[str, str]) -> torch.Tensor:
+    """Bytes of the tokens at `positions` (n,): (n_kv_heads, n, row_bytes) uint8."""
+    own = positions.to(layer.keys.device) - layer.first_position
+    pairs = zip((layer.keys, layer.values), codecs, strict=True)
+    return torch.cat([encode_exact(tensor[:, own], codec) for tensor, codec in pairs], dim=-1)
+
+
+def cluster_layer(
+    layer: CapturedLayer, span: Span, recipe: Recipe, *, moment: torch.Tensor | None
+) -> ClusteredLayer:
+    """Group the archived tokens of a global layer."""
+    keys, values = (tensor[:, span.head : span.tail] for tensor in (layer.keys, layer.values))
+    clusters = cluster_keys(keys, recipe, values=values, query_moment=moment)
+    return ClusteredLayer(keys, values, span.head, clusters, moment)
+
+
+def fit_layer(parts: Sequence[ClusteredLayer], recipe: Recipe, index: int) -> LayerTransforms:
+    """Transforms that suit layer `index` of some documents: of each kind of vectors, the basis that decorrelates it."""
+    moments = [part.moment for part in parts if part.moment is not None]
+    moment = torch.stack(moments).mean(0) if moments else None
+    metric = None if moment is None else query_metric(moment)
+    key_mean, value_mean = (_mean([getattr(part, name) for part in parts]) for name in ("keys", "values"))
     key_codec, value_codec = recipe.codecs(index)
-    key_basis, key_bits = _coded(keys, residuals, key_codec, metric=metric)
-    value_mean = values.float().mean(dim=1, keepdim=True)
-    value_basis, value_bits = _coded(values, values.float() - value_mean, value_codec)
-    if value_basis is not None:
-        value_basis = dataclasses.replace(value_basis, mean=value_mean.squeeze(1))
-    write_bases(folder / entry.bases_file, key_mean, axes, key_basis, value_basis)
-    cuts = [row[:n] for row, n in zip(clusters.sizes.tolist(), entry.clusters, strict=True)]
-    archived = _archived_rows(clusters, torch.cat([key_bits, value_bits], dim=-1), span.head)
-    write_rows(folder / entry.rows_file, archived, cuts)
-    entry = dataclasses.replace(entry, key_widths=_counts(key_basis), value_widths=_counts(value_basis))
-    return entry, clusters.asked
-
-
-def _write_prototypes(
-    folder: Path,
-    entry: LayerEntry,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    clusters: Clusters,
-    *,
-    query_moment: torch.Tensor | None,
-    metric: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Write centroids, sizes and spreads.
-
-    Returns the residuals (n_kv_heads, n_tokens, key_dim) float32 of `keys` to the centroids as they read back, the mean
-    key (n_kv_heads, key_dim) of each head, which the stored centroids are relative to, and the axes that the spreads
-    are along.
-    """
-    sizes, labels = clusters.sizes, clusters.labels
-    n_clusters = sizes.shape[1]
-    used = torch.arange(n_clusters, device=sizes.device) < clusters.n_clusters.unsqueeze(1)
-    key_mean = keys.float().mean(dim=1)
-    centroids = group_sums(keys, labels, n_clusters) / sizes.unsqueeze(-1).clamp_min(1) - key_mean.unsqueeze(1)
-    path = folder / entry.centroids_file
-    write_centroids(path, centroids[used])
-    centroids[used] = read_centroids(path, (int(used.sum()), keys.shape[2])).to(centroids.device)
-    stored = rounded(centroids + key_mean.unsqueeze(1), keys.dtype)
-    residuals = keys.float() - stored.gather(1, labels.unsqueeze(-1).expand_as(keys)).float()
-    axes, places = fit_axes(residuals, metric=metric)
-    write_prototypes(
-        folder / entry.prototypes_file,
-        used,
-        sizes=sizes,
-        logit_variance=logit_variance(residuals, labels, n_clusters, query_moment),
-        value_spread=value_spread(values, labels, n_clusters),
-        axis_scales=axis_scales(places, labels, n_clusters),
+    key_prototypes, key_residuals = _fit_prototypes(
+        [(part.keys, part.clusters) for part in parts], key_mean, recipe.key_prototype_bits, metric
     )
-    return residuals, key_mean, axes
+    value_prototypes, value_residuals = _fit_prototypes(
+        [(part.values, part.clusters) for part in parts], value_mean, recipe.value_prototype_bits, None
+    )
+    return LayerTransforms(
+        key_mean=key_mean,
+        value_mean=value_mean,
+        key_axes=_fit_axes(key_residuals, metric),
+        key_prototypes=key_prototypes,
+        value_prototypes=value_prototypes,
+        key_rows=_fit_rows(key_residuals, key_codec, metric),
+        value_rows=_fit_rows(value_residuals, value_codec, None),
+        query_moment=None if moment is None else moment.to(torch.bfloat16).float(),
+    )
 
 
-def logit_variance(
-    residuals: torch.Tensor, labels: torch.Tensor, n_clusters: int, query_moment: torch.Tensor | None
-) -> torch.Tensor:
-    """Mean squared change of a typical query's logit when a key is replaced by its centroid, per cluster.
-
-    `residuals` (n_kv_heads, n_tokens, key_dim) of the keys; (n_kv_heads, n_clusters) float32, zero without a query
-    moment.
-    """
-    if query_moment is None:
-        return torch.zeros(len(residuals), n_clusters, device=residuals.device)
-    squared = ((residuals @ query_moment) * residuals).sum(-1, keepdim=True).clamp_min(0)
-    return (group_sums(squared, labels, n_clusters) / group_sizes(labels, n_clusters).unsqueeze(-1).clamp_min(1))[
-        ..., 0
+def encode_layer(part: ClusteredLayer, transforms: LayerTransforms) -> CodedLayer:
+    """Code prototypes, and every token against the coded prototype of its cluster."""
+    clusters, labels = part.clusters, part.clusters.labels
+    n_clusters, moment = clusters.sizes.shape[1], transforms.query_moment
+    metric = None if moment is None else query_metric(moment)
+    used = (clusters.sizes > 0).unsqueeze(-1)
+    key_codes, key_residuals = _coded_prototypes(
+        part.keys, clusters, transforms.key_mean, transforms.key_prototypes, metric
+    )
+    value_codes, value_residuals = _coded_prototypes(
+        part.values, clusters, transforms.value_mean, transforms.value_prototypes, None
+    )
+    off = part.values.float() - transforms.value_mean.unsqueeze(1)
+    squares = [_logit_squares(key_residuals, moment), off.square().sum(-1, keepdim=True)]
+    squares.append(_places(key_residuals, transforms.key_axes, metric).square())
+    spreads = scale_code(group_means(torch.cat(squares, dim=-1), labels, clusters.sizes).sqrt())
+    key_bits = _coded(part.keys, key_residuals, transforms.key_rows, metric)
+    value_bits = _coded(part.values, value_residuals, transforms.value_rows, None)
+    order = labels.argsort(dim=1, stable=True)  # positions ascend inside a cluster
+    heads = torch.arange(len(order), device=order.device).unsqueeze(1)
+    prototypes = Prototypes(
+        key_codes=key_codes * used,
+        value_codes=value_codes * used,
+        sizes=clusters.sizes.to(smallest_dtype(int(clusters.sizes.max()))),
+        spreads=spreads * used,
+    )
+    counts = clusters.n_clusters.tolist()
+    misfits = [
+        _misfit(key_residuals, key_bits, transforms.key_rows, metric),
+        _misfit(value_residuals, value_bits, transforms.value_rows, None),
     ]
+    return CodedLayer(
+        prototypes=prototypes,
+        positions=order + part.first,
+        payload=torch.cat([key_bits, value_bits], dim=-1)[heads, order],
+        sizes=[row[:count] for row, count in zip(clusters.sizes.tolist(), counts, strict=True)],
+        misfit=max(misfits),
+    )
 
 
-def value_spread(values: torch.Tensor, labels: torch.Tensor, n_clusters: int) -> torch.Tensor:
-    """Mean squared distance of a cluster's values from the mean value of its head: (n_kv_heads, n_clusters) float32."""
-    off = values.float() - values.float().mean(dim=1, keepdim=True)
-    sums = group_sums(off.square().sum(-1, keepdim=True), labels, n_clusters)
-    return (sums / group_sizes(labels, n_clusters).unsqueeze(-1).clamp_min(1))[..., 0]
+def row_payload(transforms: LayerTransforms, dtype: torch.dtype) -> Payload:
+    """How rows are laid out under `transforms`."""
+    key_dim, value_dim = transforms.key_mean.shape[1], transforms.value_mean.shape[1]
+    return Payload(dtype, key_dim, value_dim, transforms.key_rows, transforms.value_rows)
+
+
+def _mean(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Mean over the tokens of all documents: (n_kv_heads, dim) float32."""
+    return torch.stack([tensor.float().sum(1) for tensor in tensors]).sum(0) / sum(each.shape[1] for each in tensors)
+
+
+def _fit_prototypes(
+    parts: Sequence[tuple[torch.Tensor, Clusters]], mean: torch.Tensor, bits: int, metric: torch.Tensor | None
+) -> tuple[Basis, torch.Tensor]:
+    """The basis of the means of clusters, each counted by its size, and the residuals that are left of all tokens."""
+    weighted = []
+    for tensor, clusters in parts:
+        means = group_means(tensor.float(), clusters.labels, clusters.sizes) - mean.unsqueeze(1)
+        weighted.append(means * clusters.sizes.unsqueeze(-1).float().sqrt())
+    points = torch.cat(weighted, dim=1)
+    n_tokens = sum(tensor.shape[1] for tensor, _ in parts)
+    basis = fit_basis(points * (points.shape[1] / n_tokens) ** 0.5, bits, metric=metric, pairs=False)
+    residuals = [_coded_prototypes(tensor, clusters, mean, basis, metric)[1] for tensor, clusters in parts]
+    return basis, torch.cat(residuals, dim=1)
+
+
+def _coded_prototypes(
+    tensor: torch.Tensor, clusters: Clusters, mean: torch.Tensor, basis: Basis, metric: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes (n_kv_heads, n_clusters, n_bytes) of the means of clusters, and residuals of all tokens, float32, to them."""
+    means = group_means(tensor.float(), clusters.labels, clusters.sizes)
+    codes = encode_plain(means - mean.unsqueeze(1), basis, metric=metric)
+    coded = mean.unsqueeze(1) + basis.restored(basis.numbers(codes))
+    own = clusters.labels.unsqueeze(-1).expand(-1, -1, tensor.shape[2])
+    return codes, tensor.float() - coded.gather(1, own)
+
+
+def _fit_axes(residuals: torch.Tensor, metric: torch.Tensor | None) -> torch.Tensor:
+    """Principal axes of key residuals (n_kv_heads, n_axes, key_dim) bfloat16, as long as their deviation along them."""
+    variance, directions, weigh = principal_axes(residuals, metric)
+    n_axes = min(N_AXES, residuals.shape[2])
+    kept = directions[..., :n_axes].transpose(1, 2) * variance[:, :n_axes].sqrt().unsqueeze(-1)
+    axes = torch.linalg.solve(weigh, kept.transpose(1, 2)).transpose(1, 2)
+    return axes.to(torch.bfloat16).to(residuals.device)
+
+
+def _places(residuals: torch.Tensor, axes: torch.Tensor, metric: torch.Tensor | None) -> torch.Tensor:
+    """Where residuals lie on axes, in units of their length: (n_kv_heads, n_tokens, n_axes) float32."""
+    seen = axes.double() if metric is None else axes.double() @ metric.double()
+    length = seen.square().sum(-1, keepdim=True)
+    onto = (seen / length.masked_fill(length == 0, 1)).transpose(1, 2)
+    return residuals @ (onto if metric is None else metric.double() @ onto).float()
+
+
+def _logit_squares(residuals: torch.Tensor, moment: torch.Tensor | None) -> torch.Tensor:
+    """Squared change of a typical query's logit when a key is replaced by its centroid: (n_kv_heads, n_tokens, 1)."""
+    if moment is None:
+        return residuals.new_zeros(*residuals.shape[:2], 1)
+    return ((residuals @ moment) * residuals).sum(-1, keepdim=True).clamp_min(0)
+
+
+def _fit_rows(residuals: torch.Tensor, codec: str, metric: torch.Tensor | None) -> Basis | None:
+    return None if codec not in CODEC_BITS else fit_basis(residuals, CODEC_BITS[codec], metric=metric)
 
 
 def _coded(
-    tensor: torch.Tensor, residuals: torch.Tensor, codec: str, *, metric: torch.Tensor | None = None
-) -> tuple[Basis | None, torch.Tensor]:
-    """Bytes (n_kv_heads, n_tokens, n_bytes) uint8 of a tensor, and the basis they are coded in."""
-    if codec not in CODEC_BITS:
-        return None, to_bits(tensor)
-    basis = fit_basis(residuals, CODEC_BITS[codec], metric=metric)
-    return basis, encode(residuals, basis, metric=metric)
+    tensor: torch.Tensor, residuals: torch.Tensor, basis: Basis | None, metric: torch.Tensor | None
+) -> torch.Tensor:
+    """Bytes (n_kv_heads, n_tokens, n_bytes) uint8 of a tensor, or of its residuals where it is coded."""
+    return to_bits(tensor) if basis is None else encode(residuals, basis, metric=metric)
 
 
-def _counts(basis: Basis | None) -> tuple[int, ...]:
-    return () if basis is None else dataclasses.astuple(basis.widths)
+def _misfit(
+    residuals: torch.Tensor, coded: torch.Tensor, basis: Basis | None, metric: torch.Tensor | None
+) -> float:
+    """Squared error of codes as a multiple of what a basis of their own would leave; 1 where nothing is coded."""
+    if basis is None:
+        return 1.0
+    sample, raw = residuals[:, ::_FIT_STEP], coded[:, ::_FIT_STEP]
+    off = sample - decode(raw, basis)
+    found = float((off if metric is None else off @ metric).square().sum()) / sample.shape[1]
+    variance, _, _ = principal_axes(sample, metric)
+    own = expected_distortion(variance, allocate(variance, basis.widths.n_bytes))
+    return found / own if own > 0 else 1.0
 
-
-def _archived_rows(clusters: Clusters, payload: torch.Tensor, first_position: int) -> Rows:
-    """Rows in order of KV head, cluster and position, from `payload` (n_kv_heads, n_tokens, row_bytes)."""
-    order = clusters.labels.argsort(dim=1, stable=True)  # positions ascend inside a cluster
-    heads = torch.arange(len(order), device=order.device).unsqueeze(1).expand_as(order)
-    return Rows(
-        kv_head=heads.reshape(-1),
-        cluster=clusters.labels.gather(1, order).reshape(-1),
-        position=(order + first_position).reshape(-1),
-        payload=payload[heads, order].flatten(0, 1),
-    )
-
-
-def _exact_rows(layer: CapturedLayer, *parts: slice) -> Rows:
-    """Rows of the tokens that are attended exactly, KV head by KV head."""
-    keys = torch.cat([layer.keys[:, part] for part in parts], dim=1)
-    values = torch.cat([layer.values[:, part] for part in parts], dim=1)
-    positions = torch.arange(layer.first_position, layer.first_position + layer.keys.shape[1])
-    positions = torch.cat([positions[part] for part in parts])
-    n_kv_heads, n_tokens = keys.shape[:2]
-    return Rows(
-        kv_head=torch.arange(n_kv_heads).repeat_interleave(n_tokens),
-        cluster=torch.full((n_kv_heads * n_tokens,), EXACT),
-        position=positions.repeat(n_kv_heads),
-        payload=torch.cat([to_bits(keys), to_bits(values)], dim=-1).flatten(0, 1),
-    )

@@ -22,3 +22,8 @@ def group_sizes(labels: torch.Tensor, n_groups: int) -> torch.Tensor:
     """Count `labels` (n_heads, n) per head: (n_heads, n_groups) int64."""
     sizes = labels.new_zeros(labels.shape[0], n_groups)
     return sizes.scatter_add_(1, labels, torch.ones_like(labels))
+
+
+def group_means(points: torch.Tensor, labels: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """Mean of `points` (n_heads, n, dim) by label: (n_heads, n_groups, dim) float32, zero where `sizes` is."""
+    return group_sums(points, labels, sizes.shape[1]) / sizes.clamp_min(1).unsqueeze(-1)
