@@ -17,7 +17,7 @@ from ragkv.archive.tables import write_tokens
 from ragkv.build.layer import document_span, write_layer
 from ragkv.build.probes import probe_ids, query_moments
 from ragkv.errors import ArchiveCorruptError, ArchiveFormatError, ArchiveNotFoundError, ModelMismatchError
-from ragkv.model.fingerprint import Fingerprint, fingerprint, require_match
+from ragkv.model.fingerprint import require_match
 from ragkv.model.load import LoadedModel
 from ragkv.model.prefill import captured_layers, check_document_length, prefill_cache
 from ragkv.model.prompt import PromptLayout, PromptTokens, document_sha256, tokenize_prompt
@@ -98,11 +98,10 @@ def build_from_tokens(
     recipe: Recipe,
     layout: PromptLayout,
     document_name: str = "",
-    known: Fingerprint | None = None,
     keep: Callable[[Path], bool] | None = None,
     on_progress: Progress | None = None,
 ) -> BuildResult:
-    """The part of `build_archive` after the tokenizer; `known` and `keep` as in `write_archive`."""
+    """The part of `build_archive` after the tokenizer; `keep` as in `write_archive`."""
     publish.check_place(Path(path).resolve())
     prompt_ids = (*tokens.prefix_ids, *tokens.document_ids)
     check_document_length(model.model, len(prompt_ids))
@@ -122,7 +121,6 @@ def build_from_tokens(
         recipe=recipe,
         layout=layout,
         document_name=document_name,
-        known=known,
         keep=keep,
         on_progress=report("cluster"),
     )
@@ -140,7 +138,6 @@ def write_archive(
     recipe: Recipe,
     layout: PromptLayout,
     document_name: str = "",
-    known: Fingerprint | None = None,
     keep: Callable[[Path], bool] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> BuildResult:
@@ -148,8 +145,6 @@ def write_archive(
 
     Parameters
     ----------
-    known
-        A fingerprint of `model` that was worked out before; used if it is of the cache's dtype.
     keep
         Asked of an archive that stands at `path` when this one is done. Where it says true that one stays, this one is
         dropped, and the result still describes this one.
@@ -177,7 +172,7 @@ def write_archive(
         manifest = Manifest(
             created_by=f"ragkv {__version__}",
             model_name=model.name,
-            fingerprint=_fingerprint_in(model, captured[0].keys.dtype, known),
+            fingerprint=model.fingerprint(captured[0].keys.dtype),
             layout=layout,
             prefix_seam_differs=tokens.prefix_seam_differs,
             question_seam_differs=tokens.question_seam_differs,
@@ -196,12 +191,6 @@ def write_archive(
     return BuildResult(path=Path(path), manifest=manifest, prefill_s=0.0, build_s=time.perf_counter() - started)
 
 
-def _fingerprint_in(model: LoadedModel, dtype: torch.dtype, known: Fingerprint | None) -> Fingerprint:
-    if known is not None and known.dtype == str(dtype).removeprefix("torch."):
-        return known
-    return fingerprint(model.model, model.tokenizer, dtype)
-
-
 def is_current(model: LoadedModel, document: str, path: str | Path, *, recipe: Recipe, layout: PromptLayout) -> bool:
     """Whether `path` holds an archive of this text, model, recipe and layout, so that building again is no use.
 
@@ -209,7 +198,7 @@ def is_current(model: LoadedModel, document: str, path: str | Path, *, recipe: R
     """
     try:
         manifest = read_manifest(path)
-        require_match(manifest.fingerprint, model.model, model.tokenizer)
+        require_match(manifest.fingerprint, model)
     except (ArchiveNotFoundError, ArchiveFormatError, ArchiveCorruptError, ModelMismatchError):
         return False
     same_dtype = manifest.fingerprint.dtype == str(model.model.dtype).removeprefix("torch.")

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from ragkv.errors import ConfigError
+from ragkv.model.fingerprint import Fingerprint, fingerprint
 from ragkv.model.gguf import (
     DEMO,
     NAMES,
@@ -67,6 +68,18 @@ class LoadedModel:
         template.
         """
         return PromptLayout.plain() if self.name == DEMO_NAME else PromptLayout.default(self.tokenizer)
+
+    def fingerprint(self, dtype: torch.dtype | None = None) -> Fingerprint:
+        """Identity of the model as it is now, as if its weights were held in `dtype` (its own by default).
+
+        The weights are hashed once for each dtype, and again when they changed; in between this takes milliseconds.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If weights are not in memory, or of a kind that cannot be hashed.
+        """
+        return fingerprint(self.model, self.tokenizer, self.model.dtype if dtype is None else dtype)
 
 
 def load_config(name: str) -> PreTrainedConfig:

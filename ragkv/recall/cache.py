@@ -58,6 +58,7 @@ class ArchiveCache(Cache):
         n_layers = len(composition.shape.layers)
         policy.check_layers(n_layers)
         composition.require_attached()
+        composition.require_model()
         self.composition = composition
         layers: list[ArchiveCacheLayer] = []
         for index in range(n_layers):
