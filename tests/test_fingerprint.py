@@ -17,8 +17,8 @@ from tests.tiny import TINY_MODELS, tiny_config, tiny_model, tiny_tokenizer
 F32 = torch.float32
 
 
-def fresh(name: str = "llama", *, seed: int = 0) -> LoadedModel:
-    return LoadedModel(model=attach(tiny_model(name, seed=seed)), tokenizer=tiny_tokenizer(), name=name)
+def fresh(name: str = "llama") -> LoadedModel:
+    return LoadedModel(model=attach(tiny_model(name)), tokenizer=tiny_tokenizer(), name=name)
 
 
 def down(model: LoadedModel) -> nn.Linear:

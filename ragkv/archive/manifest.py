@@ -14,14 +14,13 @@ from typing import Any
 from ragkv.errors import ArchiveCorruptError, ArchiveFormatError, ArchiveNotFoundError
 from ragkv.model.fingerprint import Fingerprint, json_sha256
 from ragkv.model.prompt import PromptLayout
-from ragkv.model.shape import dtype_bytes
+from ragkv.model.shape import DTYPE_NAMES, dtype_bytes
 from ragkv.recipe import Recipe
 
 FORMAT_NAME = "ragkv-archive"
 FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 TOKENS_FILE = "tokens.parquet"
-DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True)
@@ -202,8 +201,10 @@ class Manifest:
             raise ArchiveFormatError(
                 f"{MANIFEST_FILE}: holds fields that format version {FORMAT_VERSION} does not have"
             )
-        if manifest.fingerprint.dtype not in DTYPES:
-            raise ArchiveFormatError(f"{MANIFEST_FILE}: dtype {manifest.fingerprint.dtype!r}, allowed are {DTYPES}")
+        if manifest.fingerprint.dtype not in DTYPE_NAMES:
+            raise ArchiveFormatError(
+                f"{MANIFEST_FILE}: dtype {manifest.fingerprint.dtype!r}, allowed are {', '.join(DTYPE_NAMES)}"
+            )
         expected = {TOKENS_FILE, *(path for layer in layers for path in layer.files())}
         if set(manifest.files) != expected:
             odd = sorted(set(manifest.files) ^ expected)

@@ -16,8 +16,7 @@ from ragkv.archive.rows import read_positions
 from ragkv.archive.tables import TokenTable, read_tokens
 from ragkv.errors import ArchiveCorruptError, ArchiveNotFoundError
 from ragkv.model.fingerprint import require_match
-from ragkv.model.inputs import padded_inputs, question_inputs
-from ragkv.model.load import LoadedModel
+from ragkv.model.load import LoadedModel, padded_inputs, question_inputs
 from ragkv.model.prompt import PromptLayout, decoded, decoded_spans, document_sha256
 from ragkv.model.shape import check_length, model_shape
 from ragkv.recall.layers import ArchivedLayer, load_layer, whole_layer

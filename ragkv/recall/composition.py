@@ -21,8 +21,7 @@ from ragkv.errors import ConfigError, ModelMismatchError
 from ragkv.ledger.ledger import kv_bytes
 from ragkv.model.attention import is_attached
 from ragkv.model.fingerprint import Fingerprint, require_match
-from ragkv.model.inputs import padded_inputs, question_inputs
-from ragkv.model.load import LoadedModel
+from ragkv.model.load import LoadedModel, padded_inputs, question_inputs
 from ragkv.model.prompt import PromptLayout
 from ragkv.model.rope import turn_back
 from ragkv.model.shape import ModelShape, check_length, model_shape
