@@ -160,7 +160,8 @@ def test_the_weights_are_hashed_once(filled: Path, tmp_path: Path, monkeypatch: 
     calls: list[torch.dtype] = []
     real = fingerprint.weights_sha256
     monkeypatch.setattr(fingerprint, "weights_sha256", lambda model, dtype: calls.append(dtype) or real(model, dtype))
-    catalog = make(shutil.copytree(filled, tmp_path / "c"))
+    fresh = LoadedModel(model=attach(tiny_model("llama")), tokenizer=loaded("llama").tokenizer, name="tiny-llama")
+    catalog = make(shutil.copytree(filled, tmp_path / "c"), fresh)
     new = catalog.add(TEXT, name="new")
     for entry in catalog.entries():
         catalog.archive(entry.id)

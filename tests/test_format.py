@@ -21,7 +21,8 @@ from ragkv import Archive, PromptLayout, RagkvError, Recipe, build_archive
 from ragkv.archive.manifest import read_manifest
 from ragkv.archive.verify import verify_archive
 from ragkv.errors import ArchiveCorruptError, ArchiveFormatError
-from ragkv.model.fingerprint import tokenizer_sha256, weights_sha256
+from ragkv.model.fingerprint import config_sha256, tokenizer_sha256
+from ragkv.model.weights import weights_sha256
 from ragkv.recipe import RecallPolicy
 from tests.archives import SMALL, archive_of, loaded
 from tests.forge import edit_manifest
@@ -196,12 +197,29 @@ def test_paths_outside_the_archive_are_refused(folder: Path) -> None:
 
 def test_the_hash_of_the_weights_is_as_documented() -> None:
     model, total = loaded("gemma2").model, hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for tensor in model.state_dict().values():
         numbers = np.ascontiguousarray(tensor.to(torch.float16).numpy())
-        entry = hashlib.sha256(f"{name} {tuple(tensor.shape)} torch.float16".encode())
+        entry = hashlib.sha256(f"{tuple(tensor.shape)} torch.float16".encode())
         entry.update(numbers.tobytes())
         total.update(entry.digest())
     assert weights_sha256(model, torch.float16) == total.hexdigest()
+
+
+def test_the_hash_of_the_configuration_is_as_documented() -> None:
+    hashed = {
+        "activation": "gelu_pytorch_tanh",
+        "attn_logit_softcapping": 8.0,
+        "final_logit_softcapping": 30.0,
+        "head_dim": 16.0,
+        "model_type": "gemma2",
+        "n_kv_heads": 2.0,
+        "n_query_heads": 4.0,
+        "query_pre_attn_scalar": 16.0,
+        "rms_norm_eps": 1e-6,
+        "windows": [24.0, None, 24.0, None],
+    }
+    expected = hashlib.sha256(canonical(hashed).encode()).hexdigest()
+    assert config_sha256(loaded("gemma2").model.config) == expected
 
 
 def test_the_hash_of_the_tokenizer_is_as_documented() -> None:

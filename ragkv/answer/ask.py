@@ -16,8 +16,7 @@ from ragkv.answer.evidence import AttentionMass
 from ragkv.answer.passages import DocumentEvidence
 from ragkv.answer.stream import AnswerStreamer, StopAnswer
 from ragkv.errors import ConfigError
-from ragkv.model.kv import kv_nbytes
-from ragkv.model.prefill import prefill_cache
+from ragkv.model.prefill import kv_nbytes, prefill_cache
 from ragkv.model.prompt import question_ids
 from ragkv.model.shape import check_length
 from ragkv.recall.cache import ArchiveCache

@@ -18,7 +18,7 @@ from ragkv.build.builder import Progress, build_from_tokens
 from ragkv.catalog.folder import CatalogEntry, CatalogFolder, GcResult, as_built, find_entry, with_match
 from ragkv.catalog.head import CatalogHead, has_head, read_head, write_head
 from ragkv.errors import ArchiveCorruptError, ConfigError, ModelMismatchError, RagkvError
-from ragkv.model.fingerprint import Fingerprint, fingerprint, require_match
+from ragkv.model.fingerprint import Fingerprint, require_match
 from ragkv.model.load import LoadedModel
 from ragkv.model.prompt import PromptLayout, PromptTokens, document_sha256, tokenize_prompt
 from ragkv.recall.archive import Archive
@@ -74,19 +74,17 @@ class Catalog:
         ConfigError
             If it has another layout or recipe, or something that is not a catalog stands there.
         """
-        known = None
         if not has_head(path):
-            known = fingerprint(model.model, model.tokenizer, model.model.dtype)
             head = CatalogHead(
                 created_by=f"ragkv {__version__}",
                 model_name=model.name,
-                fingerprint=known,
+                fingerprint=model.fingerprint(),
                 layout=layout or model.layout,
                 recipe=recipe or Recipe(),
             )
             write_head(path, head)
         head = read_head(path)  # also after writing: another process may have come first
-        _check_model(Path(path), head, model, known)
+        _check_model(Path(path), head, model)
         for name, ours, asked in (("layout", head.layout, layout), ("recipe", head.recipe, recipe)):
             if asked is not None:
                 _check_same(f"catalog {str(path)!r}: {name}", ours.to_dict(), asked.to_dict())
@@ -107,7 +105,7 @@ class Catalog:
         """
         head = read_head(path)
         if model is not None:
-            _check_model(Path(path), head, model, None)
+            _check_model(Path(path), head, model)
         return cls(Path(path), head, model, max_open)
 
     @property
@@ -151,6 +149,7 @@ class Catalog:
         """
         model, tokens = self._loaded("to add a document"), self._tokens(text)
         self._check_dtype(model)
+        _check_model(self.path, self._head, model)
         if read_head(self.path) != self._head:
             raise ConfigError(f"catalog {str(self.path)!r} is another one than when it was opened; open it again")
         document_id, built = self._id(tokens), False
@@ -170,7 +169,6 @@ class Catalog:
                     recipe=self.recipe,
                     layout=self.layout,
                     document_name=name,
-                    known=self.fingerprint,
                     keep=keeper,
                     on_progress=on_progress,
                 )
@@ -255,7 +253,7 @@ class Catalog:
         """Open an archive, whole, or find that there is none: also while it is cleared away and put there again."""
         while (stamp := self._folder.stamp(document_id)) is not None:
             try:
-                archive = Archive.open(path, model, known=self.fingerprint)
+                archive = Archive.open(path, model)
                 ids = archive.tokens.ids.tolist()
             except (RagkvError, OSError):
                 if self._folder.stamp(document_id) == stamp:
@@ -332,9 +330,9 @@ class _Keeper:
         return self.kept
 
 
-def _check_model(path: Path, head: CatalogHead, model: LoadedModel, known: Fingerprint | None) -> None:
+def _check_model(path: Path, head: CatalogHead, model: LoadedModel) -> None:
     what = f"catalog {str(path)!r} ({head.model_name!r}; loaded is {model.name!r})"
-    require_match(head.fingerprint, model.model, model.tokenizer, known=known, what=what)
+    require_match(head.fingerprint, model, what=what)
 
 
 def _check_same(where: str, ours: Mapping[str, Any], asked: Mapping[str, Any]) -> None:

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragkv.archive.manifest import DTYPES, FORMAT_VERSION, MANIFEST_FILE
+from ragkv.archive.manifest import FORMAT_VERSION, MANIFEST_FILE
 from ragkv.archive.publish import fsync_folder, publishing_in
 from ragkv.errors import ArchiveCorruptError, ArchiveFormatError, ArchiveNotFoundError, ConfigError
 from ragkv.model.fingerprint import Fingerprint, json_sha256
 from ragkv.model.prompt import PromptLayout
+from ragkv.model.shape import DTYPE_NAMES
 from ragkv.recipe import Recipe
 
 CATALOG_FORMAT = "ragkv-catalog"
@@ -117,8 +118,8 @@ class CatalogHead:
                 raise TypeError(f"{name} is {value!r}, not text")
         if not isinstance(head.fingerprint.rope_parameters, dict):
             raise TypeError(f"model.rope_parameters is {head.fingerprint.rope_parameters!r}, not an object")
-        if head.fingerprint.dtype not in DTYPES:
-            raise ValueError(f"model.dtype is {head.fingerprint.dtype!r}; allowed are {', '.join(DTYPES)}")
+        if head.fingerprint.dtype not in DTYPE_NAMES:
+            raise ValueError(f"model.dtype is {head.fingerprint.dtype!r}; allowed are {', '.join(DTYPE_NAMES)}")
         if json.loads(json.dumps(head._body())) != body:
             raise ValueError(f"there are fields that format version {CATALOG_VERSION} does not have")
         return head

@@ -217,7 +217,7 @@ def _measure(
 
     loaded = load(name, dtype, device)
     first = sources[0].manifest
-    require_match(first.fingerprint, loaded.model, loaded.tokenizer)
+    require_match(first.fingerprint, loaded)
     tasks = make_tasks(loaded, sources, plan)
     ResultsFolder(out_dir, settings)
     placed = {"dtype": str(loaded.model.dtype).removeprefix("torch."), "device": loaded.model.device.type}

@@ -14,7 +14,6 @@ from ragkv.errors import ConfigError, ModelMismatchError
 from ragkv.recipe import RecallPolicy, Recipe
 
 if TYPE_CHECKING:
-    from ragkv.model.fingerprint import Fingerprint
     from ragkv.model.load import LoadedModel
     from ragkv.recall.archive import Archive
     from ragkv.recall.composition import Composition
@@ -163,23 +162,14 @@ def compose(
 
 
 def _open_archives(folders: Sequence[Path], model: LoadedModel) -> dict[Path, Archive]:
-    """Open archives; of several, the model's weights are hashed once for each dtype that they hold."""
-    import torch
-
-    from ragkv.archive.manifest import read_manifest
-    from ragkv.model.fingerprint import fingerprint
     from ragkv.recall.archive import Archive
 
     if len(folders) == 1:
         return {folder: Archive.open(folder, model) for folder in folders}
-    known: dict[str, Fingerprint] = {}
     opened = {}
     for folder in folders:
-        dtype = read_manifest(folder).fingerprint.dtype
-        if dtype not in known:
-            known[dtype] = fingerprint(model.model, model.tokenizer, getattr(torch, dtype))
         try:
-            opened[folder] = Archive.open(folder, model, known=known[dtype])
+            opened[folder] = Archive.open(folder, model)
         except ModelMismatchError as error:  # which of them, is what to know
             raise ModelMismatchError(f"{str(folder)!r}: {error}") from error
     return opened

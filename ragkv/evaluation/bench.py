@@ -19,9 +19,8 @@ from ragkv.errors import ConfigError
 from ragkv.evaluation.bench_text import quotation_questions
 from ragkv.evaluation.fidelity import Fidelity, measure_fidelity
 from ragkv.evaluation.timing import Times, interleaved, memory_peak, timed
-from ragkv.model.kv import fork_cache
 from ragkv.model.load import LoadedModel
-from ragkv.model.prefill import prefill_cache
+from ragkv.model.prefill import fork_cache, prefill_cache
 from ragkv.model.prompt import PromptLayout, document_sha256, question_ids, tokenize_prompt
 from ragkv.recall.archive import Archive
 from ragkv.recall.cache import ArchiveCache

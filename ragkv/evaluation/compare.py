@@ -75,7 +75,7 @@ def ask_dense(
     dense = DenseSubject(document.dense)
     references: list[Reference] = []
     for item in questions.items:
-        inputs = question_inputs(model, document, item.question)
+        inputs = inputs_behind(model, document, item.question)
         references.append(Reference(item, inputs, _decode(model, document, questions, dense, inputs)[0]))
         if on_progress is not None:
             on_progress(len(references), len(questions.items))
@@ -145,7 +145,7 @@ def answer_distance(document: Document, item: Item) -> int | None:
     return len(starts) - bisect_left(starts, max(end for _, end in item.spans))
 
 
-def question_inputs(model: LoadedModel, document: Document, question: str) -> dict[str, torch.Tensor]:
+def inputs_behind(model: LoadedModel, document: Document, question: str) -> dict[str, torch.Tensor]:
     """``input_ids`` and ``position_ids`` (1, n_tokens) of a question behind the document."""
     ids = torch.tensor([question_ids(model.tokenizer, document.layout, question)], device=model.model.device)
     start = document.dense.get_seq_length()

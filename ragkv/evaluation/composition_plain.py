@@ -10,10 +10,8 @@ from transformers import DynamicCache
 
 from ragkv.evaluation.fidelity import Decoded, decode_answer
 from ragkv.evaluation.timing import drain
-from ragkv.model.inputs import padded_inputs
-from ragkv.model.kv import fork_cache
-from ragkv.model.load import LoadedModel
-from ragkv.model.prefill import prefill_cache
+from ragkv.model.load import LoadedModel, padded_inputs
+from ragkv.model.prefill import fork_cache, prefill_cache
 from ragkv.model.prompt import QUESTION_SLOT, PromptLayout, prefix_ids
 from ragkv.model.shape import model_shape
 

@@ -43,9 +43,8 @@ from ragkv.evaluation.fidelity import Decoded, agreement, decode_answer, kl_dive
 from ragkv.evaluation.metrics import METRICS
 from ragkv.evaluation.run import RESULTS_FILE, ResultsFolder
 from ragkv.evaluation.timing import drain
-from ragkv.model.kv import fork_cache
 from ragkv.model.load import LoadedModel
-from ragkv.model.prefill import prefill_cache
+from ragkv.model.prefill import fork_cache, prefill_cache
 from ragkv.model.prompt import question_ids, tokenize_prompt
 from ragkv.recall.archive import Archive
 from ragkv.recall.cache import ArchiveCache

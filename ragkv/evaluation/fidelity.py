@@ -11,8 +11,8 @@ import torch
 from transformers import Cache, DynamicCache
 
 from ragkv.answer.stream import AnswerStreamer
-from ragkv.model.kv import fork_cache
 from ragkv.model.load import LoadedModel
+from ragkv.model.prefill import fork_cache
 from ragkv.model.prompt import question_ids
 from ragkv.recall.archive import Archive
 from ragkv.recall.cache import ArchiveCache

@@ -29,7 +29,7 @@ from ragkv.archive.rows import read_rows
 from ragkv.errors import ConfigError
 from ragkv.evaluation.fidelity import decode_answer
 from ragkv.model.attention import ArchivedAttention, AttentionCall, cap, tag
-from ragkv.model.kv import fork_cache, layer_tensors
+from ragkv.model.prefill import fork_cache, layer_tensors
 from ragkv.model.prompt import question_ids
 from ragkv.recall.archive import Archive
 from ragkv.recall.attention import BlockRecall

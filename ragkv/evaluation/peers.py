@@ -38,7 +38,7 @@ from ragkv.evaluation.peer_selection import (
     attend_selected,
 )
 from ragkv.model.attention import AttentionCall, TiedCache, is_attached
-from ragkv.model.kv import layer_tensors
+from ragkv.model.prefill import layer_tensors
 from ragkv.model.shape import model_shape
 from ragkv.recipe import QUESTION_SHARE, RecallPolicy
 

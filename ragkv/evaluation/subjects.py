@@ -15,8 +15,8 @@ from ragkv.build.layer import document_span
 from ragkv.build.probes import probe_ids
 from ragkv.errors import ConfigError
 from ragkv.evaluation.peers import PeerCache, PeerPolicy, PreparedPeer, prepare
-from ragkv.model.kv import fork_cache, kv_nbytes, layer_tensors
 from ragkv.model.load import LoadedModel
+from ragkv.model.prefill import fork_cache, kv_nbytes, layer_tensors
 from ragkv.model.prompt import PromptLayout, PromptTokens
 from ragkv.recall.archive import Archive
 from ragkv.recall.attention import BlockRecall

@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ragkv.errors import ConfigError
-from ragkv.model.kv import fork_cache
+from ragkv.model.prefill import fork_cache
 
 NAME = "ragkv"
 _TAG = "_ragkv_archived"

@@ -1,49 +1,63 @@
-"""What makes two models the same to an archive: weights, configuration, tokenizer, RoPE, dtype."""
+"""What makes two models the same to an archive: weights, configuration, tokenizer, RoPE, dtype.
+
+Identity is what decides the keys and values and nothing else: not the names of weights, not fields of a configuration
+that only say what goes without saying. ``indexes/FORMAT.md`` has the rules.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from typing import Any
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from typing import Any, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ragkv.errors import ModelMismatchError
 from ragkv.model.prompt import data_ids
 from ragkv.model.shape import model_shape
+from ragkv.model.stamp import WeightStamp, weight_stamp
+from ragkv.model.weights import weights_sha256
 
-_CONFIG_FIELDS = (
-    "attention_bias",
+_CONFIG_NUMBERS = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
-    "head_dim",
-    "hidden_act",
-    "hidden_activation",
-    "hidden_size",
-    "intermediate_size",
-    "layer_types",
-    "model_type",
-    "num_attention_heads",
     "num_experts_per_tok",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "num_local_experts",
-    "partial_rotary_factor",
     "query_pre_attn_scalar",
     "rms_norm_eps",
-    "sliding_window",
     "swiglu_limit",
-    "use_bidirectional_attention",
 )
-"""What the weights do not say and the keys and values depend on. A fixed list: the configuration of another release of
-transformers may carry further fields, and that must not orphan an archive. RoPE is compared by itself."""
+"""What neither the weights nor the shape of the cache say and the keys and values depend on. A fixed list: the
+configuration of another release of transformers may carry further fields, and that must not orphan an archive."""
+
+_ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("attention_factor", "factor", "long_factor", "original_max_position_embeddings", "short_factor"),
+    "yarn": (
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "factor",
+        "mscale",
+        "mscale_all_dim",
+        "original_max_position_embeddings",
+        "truncate",
+    ),
+}
+"""What each type of RoPE reads of its parameters, beside `_ROPE_COMMON`."""
+
+_ROPE_COMMON = ("partial_rotary_factor", "rope_theta", "rope_type")
+_ROPE_DEFAULTS = {"partial_rotary_factor": 1.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+_FREQUENCY_ERROR = 2.0**-7  # relative; a model that was cast to bfloat16 as a whole has frequencies of 8 bits
 
 _PROBES = ("The", " The 3 quick-brown foxes'll jump_over\t\nthe caf\u00e9, \u6d77 \U0001f98a; x=f(12.5)  {}\r\n")
-_HASH_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -61,36 +75,52 @@ class Fingerprint:
         return asdict(self)
 
 
+class Identified(Protocol):
+    """What can be asked for its fingerprint: a `LoadedModel`."""
+
+    def fingerprint(self, dtype: torch.dtype | None = None) -> Fingerprint: ...
+
+
 def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> Fingerprint:
     """Fingerprint a model as if its weights were held in `dtype`.
 
-    Casting first makes the same checkpoint recognisable when it was loaded in another dtype.
+    Casting first makes the same checkpoint recognisable when it was loaded in another dtype. The weights are hashed
+    once for each model and dtype, and again after `weight_stamp` saw them changed, so that asking again takes
+    milliseconds. Any number of threads may ask.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If weights are not in memory, or of a kind that cannot be hashed.
     """
+    known = _of(_MODELS, model, _KnownWeights)
+    with known.lock:
+        stamp = weight_stamp(model)
+        if stamp != known.stamp:
+            known.stamp, known.sha256 = stamp, {}
+            known.changed_frequencies = _changed_frequencies(model)
+        if dtype not in known.sha256:
+            known.sha256[dtype] = weights_sha256(model, dtype)
+        weights, changed_frequencies = known.sha256[dtype], known.changed_frequencies
+    config = model.config.get_text_config(decoder=True)
     return Fingerprint(
-        model_type=model.config.model_type,
+        model_type=config.model_type,
         dtype=str(dtype).removeprefix("torch."),
-        weights_sha256=weights_sha256(model, dtype),
-        config_sha256=_config_sha256(model),
-        tokenizer_sha256=tokenizer_sha256(tokenizer),
-        rope_parameters=json.loads(json.dumps(model_shape(model.config).rope_parameters)),
+        weights_sha256=weights,
+        config_sha256=config_sha256(config),
+        tokenizer_sha256=_known_tokenizer_sha256(tokenizer),
+        rope_parameters=rope_identity(model_shape(config).rope_parameters) | changed_frequencies,
     )
 
 
-def require_match(
-    archived: Fingerprint,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    known: Fingerprint | None = None,
-    what: str = "archive",
-) -> None:
+def require_match(archived: Fingerprint, model: Identified, *, what: str = "archive") -> None:
     """Refuse a model or tokenizer other than the archived one, naming both sides.
+
+    This looks at the model as it is now and takes milliseconds where it did not change, so that every opening and
+    every request can ask.
 
     Parameters
     ----------
-    known
-        A fingerprint of this model that was worked out before. Where it is of the archive's dtype the weights need
-        not be hashed again, which takes seconds for a model of billions of weights.
     what
         What was built with the archived model, for the message.
 
@@ -99,9 +129,7 @@ def require_match(
     ModelMismatchError
         If any field but the dtype differs.
     """
-    present = known
-    if present is None or present.dtype != archived.dtype:
-        present = fingerprint(model, tokenizer, getattr(torch, archived.dtype))
+    present = model.fingerprint(getattr(torch, archived.dtype))
     for name, ours in archived.to_dict().items():
         theirs = getattr(present, name)
         if ours != theirs:
@@ -111,19 +139,35 @@ def require_match(
             )
 
 
-def weights_sha256(model: PreTrainedModel, dtype: torch.dtype) -> str:
-    """SHA-256 over name, shape and values of all weights, floating ones cast to `dtype`."""
+def config_sha256(config: PreTrainedConfig) -> str:
+    """SHA-256 of what weights and RoPE do not say of a text model, by what it means rather than as it is written.
 
-    def digest(item: tuple[str, torch.Tensor]) -> bytes:
-        name, tensor = item
-        tensor = tensor.detach()
-        tensor = (tensor.to(dtype) if tensor.is_floating_point() else tensor).cpu().contiguous()
-        hasher = hashlib.sha256(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        hasher.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-        return hasher.digest()
+    Heads, their size and the windows of the layers are those of `model_shape`, so that it makes no difference whether a
+    configuration states them or leaves them to be worked out.
+    """
+    shape = model_shape(config)
+    values: dict[str, Any] = {name: getattr(config, name, None) for name in _CONFIG_NUMBERS}
+    values |= {
+        "activation": getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None),
+        "bidirectional": True if getattr(config, "use_bidirectional_attention", None) else None,
+        "head_dim": shape.layers[0].head_dim,
+        "model_type": shape.model_type,
+        "n_kv_heads": shape.layers[0].n_kv_heads,
+        "n_query_heads": shape.n_query_heads,
+        "windows": [layer.window for layer in shape.layers],
+    }
+    if shape.static_positions is not None:  # a length-dependent RoPE also scales by the context length
+        values["max_positions"] = shape.max_positions
+    return json_sha256({name: _plain(value) for name, value in values.items() if value is not None})
 
-    with ThreadPoolExecutor(_HASH_THREADS) as pool:
-        return _combined(pool.map(digest, sorted(model.state_dict().items())))
+
+def rope_identity(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """RoPE parameters without what goes without saying: unused keys, nulls, defaults, whole numbers or not."""
+    if "rope_type" not in parameters:  # one entry for each layer type
+        return {name: rope_identity(entry) for name, entry in parameters.items() if isinstance(entry, Mapping)}
+    kept = (*_ROPE_COMMON, *_ROPE_KEYS.get(parameters["rope_type"], tuple(parameters)))
+    values = {name: _plain(parameters[name]) for name in kept if parameters.get(name) is not None}
+    return {name: value for name, value in values.items() if _ROPE_DEFAULTS.get(name) != value}
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -131,24 +175,80 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
     return json_sha256([sorted(tokenizer.get_vocab().items()), *(data_ids(tokenizer, probe) for probe in _PROBES)])
 
 
-def _config_sha256(model: PreTrainedModel) -> str:
-    config = model.config.get_text_config(decoder=True)
-    fields = {name: value for name in _CONFIG_FIELDS if (value := getattr(config, name, None)) is not None}
-    if model_shape(config).static_positions is not None:  # a length-dependent RoPE also scales by the context length
-        fields["max_position_embeddings"] = config.max_position_embeddings
-    return json_sha256(fields)
-
-
 def json_sha256(value: object) -> str:
     """SHA-256 of canonical JSON: sorted keys, one space after comma and colon, nothing but ASCII."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+    return sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _combined(digests: Iterable[bytes]) -> str:
-    hasher = hashlib.sha256()
-    for digest in digests:
-        hasher.update(digest)
-    return hasher.hexdigest()
+def _changed_frequencies(model: PreTrainedModel) -> dict[str, str]:
+    """The rotary frequencies that are not those of the configuration, hashed; empty for any model as it was loaded.
+
+    No file of weights holds them, and a length-dependent RoPE changes them itself.
+    """
+    rotary = getattr(model.get_decoder(), "rotary_emb", None)
+    config = model.config.get_text_config(decoder=True)
+    if rotary is None or model_shape(config).static_positions is not None:
+        return {}
+    fresh = dict(type(rotary)(config=config).named_buffers())
+    changed: dict[str, str] = {}
+    for name, buffer in rotary.named_buffers():
+        if name not in fresh or buffer.device.type == "meta":
+            continue
+        found, expected = buffer.detach().cpu().float(), fresh[name].detach().to(buffer.dtype).cpu().float()
+        if found.shape != expected.shape or not torch.allclose(found, expected, rtol=_FREQUENCY_ERROR, atol=0):
+            changed[f"changed_{name}"] = sha256(found.numpy().tobytes()).hexdigest()
+    return changed
+
+
+@dataclass
+class _KnownWeights:
+    """What was worked out of a model's weights, and how they looked then."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    stamp: WeightStamp | None = None
+    sha256: dict[torch.dtype, str] = field(default_factory=dict)
+    changed_frequencies: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class _KnownTokenizer:
+    """The hash of a tokenizer, and what it was quickly told by: sorting a large vocabulary takes a while."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    stamp: tuple[Any, ...] | None = None
+    sha256: str = ""
+
+
+# Kept beside the objects themselves: two `LoadedModel`s of one model share what is known, and it goes with the model.
+_MODELS: WeakKeyDictionary[PreTrainedModel, _KnownWeights] = WeakKeyDictionary()
+_TOKENIZERS: WeakKeyDictionary[PreTrainedTokenizerBase, _KnownTokenizer] = WeakKeyDictionary()
+_ONE_AT_A_TIME = threading.Lock()
+_Thing = TypeVar("_Thing")
+_Known = TypeVar("_Known")
+
+
+def _of(table: WeakKeyDictionary[_Thing, _Known], key: _Thing, make: Callable[[], _Known]) -> _Known:
+    with _ONE_AT_A_TIME:
+        if key not in table:
+            table[key] = make()
+        return table[key]
+
+
+def _known_tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
+    known = _of(_TOKENIZERS, tokenizer, _KnownTokenizer)
+    with known.lock:
+        backend = id(getattr(tokenizer, "backend_tokenizer", None))
+        stamp = (backend, len(tokenizer), *(data_ids(tokenizer, probe) for probe in _PROBES))
+        if stamp != known.stamp:
+            known.sha256, known.stamp = tokenizer_sha256(tokenizer), stamp
+        return known.sha256
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON holds it, numbers all of one kind: 10000 and 10000.0 are the same."""
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _short(value: object) -> str:

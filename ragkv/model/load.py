@@ -5,7 +5,7 @@ Remote code and pickled weights are never loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from ragkv.errors import ConfigError
+from ragkv.model.fingerprint import Fingerprint, fingerprint
 from ragkv.model.gguf import (
     DEMO,
     NAMES,
@@ -34,19 +35,11 @@ from ragkv.model.gguf import (
     one_line,
     quiet,
 )
-from ragkv.model.prompt import PromptLayout
-from ragkv.model.shape import model_shape
+from ragkv.model.prompt import PromptLayout, question_ids
+from ragkv.model.shape import DTYPES, model_shape
 
-__all__ = ["DTYPES", "LoadedModel", "cache_dir", "load_config", "load_model"]
+__all__ = ["LoadedModel", "cache_dir", "load_config", "load_model"]
 
-DTYPES = {
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "fp32": torch.float32,
-    "float32": torch.float32,
-}
 DEMO_NAME = "demo"
 _MIN_TOKENS = 16  # transformers makes up an empty tokenizer of a few special tokens where the files are missing
 
@@ -67,6 +60,18 @@ class LoadedModel:
         template.
         """
         return PromptLayout.plain() if self.name == DEMO_NAME else PromptLayout.default(self.tokenizer)
+
+    def fingerprint(self, dtype: torch.dtype | None = None) -> Fingerprint:
+        """Identity of the model as it is now, as if its weights were held in `dtype` (its own by default).
+
+        The weights are hashed once for each dtype, and again when they changed; in between this takes milliseconds.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If weights are not in memory, or of a kind that cannot be hashed.
+        """
+        return fingerprint(self.model, self.tokenizer, self.model.dtype if dtype is None else dtype)
 
 
 def load_config(name: str) -> PreTrainedConfig:
@@ -131,6 +136,43 @@ def load_model(
     model.eval()
     attach(model)
     return LoadedModel(model=model, tokenizer=tokenizer, name=name)
+
+
+def question_inputs(
+    model: LoadedModel, layout: PromptLayout, questions: Sequence[str], *, first_position: int
+) -> dict[str, torch.Tensor]:
+    """Inputs for a left-padded batch of questions whose first token stands at `first_position`.
+
+    Returns ``input_ids``, ``attention_mask`` and ``position_ids``, each (n_questions, n_longest) int64.
+    """
+    if not questions or isinstance(questions, str):
+        raise ConfigError("give a list with at least one question")
+    ids = [question_ids(model.tokenizer, layout, question) for question in questions]
+    return padded_inputs(model, ids, first_position=first_position)
+
+
+def padded_inputs(
+    model: LoadedModel, token_ids: Sequence[Sequence[int]], *, first_position: int
+) -> dict[str, torch.Tensor]:
+    """As `question_inputs`, from token ids."""
+    empty = next((row for row, ids in enumerate(token_ids) if len(ids) == 0), None)
+    if len(token_ids) == 0 or empty is not None:
+        found = "there are no questions" if empty is None else f"question {empty} has no tokens"
+        raise ConfigError(f"{found}; give at least one question, and each at least one token")
+    longest = max(len(ids) for ids in token_ids)
+    device, tokenizer = model.model.device, model.tokenizer
+    fill = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    input_ids = torch.full((len(token_ids), longest), 0 if fill is None else fill, dtype=torch.int64)
+    mask = torch.zeros_like(input_ids)
+    for row, ids in enumerate(token_ids):
+        input_ids[row, longest - len(ids) :] = torch.tensor(ids)
+        mask[row, longest - len(ids) :] = 1
+    positions = first_position + (mask.cumsum(1) - 1).clamp_min(0)
+    return {
+        "input_ids": input_ids.to(device),
+        "attention_mask": mask.to(device),
+        "position_ids": positions.to(device),
+    }
 
 
 def _source(name: str) -> str | Path | GgufParts:

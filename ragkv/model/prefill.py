@@ -1,16 +1,17 @@
-"""Run a document through the model once and take its keys and values."""
+"""Run a document through the model once, and take keys and values out of its cache."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from ragkv.errors import ConfigError, NonFiniteError
-from ragkv.model.kv import layer_tensors
 from ragkv.model.shape import check_length, model_shape
 
 CHUNK_TOKENS = 512
@@ -91,6 +92,28 @@ def check_document_length(model: PreTrainedModel, n_tokens: int) -> None:
             "split the document"
         )
     check_length(shape, n_tokens)
+
+
+def layer_tensors(cache: Cache) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values (batch, n_kv_heads, n_tokens, head_dim) of every layer that holds some, in layer order."""
+    for layer in cache.layers:
+        if isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None:
+            yield layer.keys, layer.values
+
+
+def kv_nbytes(cache: Cache) -> int:
+    """Bytes of all keys and values that a cache holds."""
+    return sum(keys.nbytes + values.nbytes for keys, values in layer_tensors(cache))
+
+
+def fork_cache(cache: DynamicCache) -> DynamicCache:
+    """A cache that starts with what `cache` holds and grows on its own; nothing is copied.
+
+    Growing rebinds a layer's tensors and never writes into them, so `cache` stays as it is.
+    """
+    fork = copy.copy(cache)
+    fork.layers = [copy.copy(layer) for layer in cache.layers]
+    return fork
 
 
 def _check_finite(layer_index: int, layer: CapturedLayer) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from ragkv.errors import ConfigError, UnsupportedModelError
@@ -28,8 +29,18 @@ SUPPORTED_MODEL_TYPES = (
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 LENGTH_DEPENDENT_ROPE_TYPES = ("dynamic", "longrope")
 
-DTYPE_BYTES = {"bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "fp32": 4, "float32": 4}
-"""Bytes of a number, by the names that dtypes have here."""
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+}
+"""Number formats that models are loaded and archived in, by the names that may be given for them."""
+
+DTYPE_NAMES = tuple(name for name, dtype in DTYPES.items() if str(dtype) == f"torch.{name}")
+"""Their names as files write them."""
 
 
 @dataclass(frozen=True)
@@ -129,11 +140,11 @@ def dtype_bytes(name: str) -> int:
     Raises
     ------
     ConfigError
-        If `name` is not a key of `DTYPE_BYTES`.
+        If `name` is not a key of `DTYPES`.
     """
-    if name not in DTYPE_BYTES:
-        raise ConfigError(f"dtype is {name!r}; give one of {', '.join(DTYPE_BYTES)}")
-    return DTYPE_BYTES[name]
+    if name not in DTYPES:
+        raise ConfigError(f"dtype is {name!r}; give one of {', '.join(DTYPES)}")
+    return DTYPES[name].itemsize
 
 
 def _refuse_unsupported(config: PreTrainedConfig) -> None:

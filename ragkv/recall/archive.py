@@ -15,9 +15,8 @@ from ragkv.archive.publish import hash_file
 from ragkv.archive.rows import read_positions
 from ragkv.archive.tables import TokenTable, read_tokens
 from ragkv.errors import ArchiveCorruptError, ArchiveNotFoundError
-from ragkv.model.fingerprint import Fingerprint, require_match
-from ragkv.model.inputs import padded_inputs, question_inputs
-from ragkv.model.load import LoadedModel
+from ragkv.model.fingerprint import require_match
+from ragkv.model.load import LoadedModel, padded_inputs, question_inputs
 from ragkv.model.prompt import PromptLayout, decoded, decoded_spans, document_sha256
 from ragkv.model.shape import check_length, model_shape
 from ragkv.recall.layers import ArchivedLayer, load_layer, whole_layer
@@ -42,11 +41,10 @@ class Archive:
         self._lock = threading.Lock()
 
     @classmethod
-    def open(cls, path: str | Path, model: LoadedModel, *, known: Fingerprint | None = None) -> Archive:
+    def open(cls, path: str | Path, model: LoadedModel) -> Archive:
         """Open the archive in the folder `path` for `model`.
 
         Format version, checksums of all files and the model's fingerprint are checked first. Nothing is written.
-        `known` is a fingerprint of `model` that was worked out before; it spares hashing the weights again.
 
         Raises
         ------
@@ -60,7 +58,7 @@ class Archive:
         path = Path(path)
         manifest = read_manifest(path)
         check_files(path, manifest)
-        require_match(manifest.fingerprint, model.model, model.tokenizer, known=known)
+        require_match(manifest.fingerprint, model)
         check_length(model_shape(model.model.config), manifest.n_tokens + 1)
         stored = getattr(torch, manifest.fingerprint.dtype)
         if stored != model.model.dtype:

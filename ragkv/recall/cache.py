@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ragkv.errors import ConfigError, ModelMismatchError
 from ragkv.model.attention import AttentionCall, dense_attention, tag
-from ragkv.model.kv import kv_nbytes
+from ragkv.model.prefill import kv_nbytes
 from ragkv.model.shape import check_length
 from ragkv.recall.attention import Observer, recall_attention
 from ragkv.recall.composition import Composition, Document
@@ -58,6 +58,7 @@ class ArchiveCache(Cache):
         n_layers = len(composition.shape.layers)
         policy.check_layers(n_layers)
         composition.require_attached()
+        composition.require_model()
         self.composition = composition
         layers: list[ArchiveCacheLayer] = []
         for index in range(n_layers):

@@ -20,11 +20,12 @@ from ragkv.archive.tables import TokenTable
 from ragkv.errors import ConfigError, ModelMismatchError
 from ragkv.ledger.ledger import kv_bytes
 from ragkv.model.attention import is_attached
-from ragkv.model.inputs import padded_inputs, question_inputs
-from ragkv.model.load import LoadedModel
+from ragkv.model.fingerprint import Fingerprint, require_match
+from ragkv.model.load import LoadedModel, padded_inputs, question_inputs
 from ragkv.model.prompt import PromptLayout
 from ragkv.model.rope import turn_back
 from ragkv.model.shape import ModelShape, check_length, model_shape
+from ragkv.recall.archive import Archive
 from ragkv.recall.layers import ArchivedLayer
 from ragkv.recall.placed import Part, PlacedLayer, Weighting, alone
 from ragkv.recipe import RecallPolicy
@@ -206,6 +207,14 @@ class Composition:
                 f"the model's attention is {self.model.model.config._attn_implementation!r}, which would ignore the "
                 "archive; call ragkv.attach(model) first"
             )
+
+    def require_model(self) -> None:
+        """Refuse to answer through a model whose weights changed since the archives were opened."""
+        checked: list[Fingerprint] = []
+        for document in self.documents:
+            if isinstance(document, Archive) and document.manifest.fingerprint not in checked:
+                require_match(document.manifest.fingerprint, self.model)
+                checked.append(document.manifest.fingerprint)
 
     def _check_context(self) -> None:
         """Refuse documents that leave the question no position that the model knows."""

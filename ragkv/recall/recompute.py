@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from ragkv.errors import ConfigError
-from ragkv.model.kv import layer_tensors
+from ragkv.model.prefill import layer_tensors
 from ragkv.recall.cache import ArchiveCache
 from ragkv.recall.composition import CONSECUTIVE, Composition, Document, Recomputed
 from ragkv.recall.layers import ArchivedLayer
