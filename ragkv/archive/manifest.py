@@ -16,7 +16,7 @@ from ragkv.archive.sealed import LONGEST, flag, sealed_text, sha256, text, unsea
 from ragkv.errors import ArchiveFormatError, ArchiveNotFoundError
 from ragkv.model.fingerprint import Fingerprint
 from ragkv.model.prompt import PromptLayout
-from ragkv.model.shape import LayerShape, dtype_bytes
+from ragkv.model.shape import DTYPE_NAMES, LayerShape, dtype_bytes
 from ragkv.recipe import Recipe
 
 FORMAT_NAME = "ragkv-archive"
@@ -27,7 +27,6 @@ CLUSTERED = ("prototypes.parquet", "centroids.faiss")
 """Files that are there if some layer has clusters."""
 
 OWN_TRANSFORMS = "transforms.parquet"
-DTYPES = ("bfloat16", "float16", "float32")
 _COUNTS = ("prefix_tokens", "document_tokens", "archived_tokens", "head_tokens", "clusters_asked")
 _MOST_LAYERS = 1 << 12
 _MOST_TOKENS = 1 << 31
@@ -192,8 +191,8 @@ def checked_fingerprint(values: dict[str, Any]) -> Fingerprint:
     found = Fingerprint(**values)
     if not isinstance(found.rope_parameters, dict):
         raise TypeError(f"model.rope_parameters is {found.rope_parameters!r}, not an object")
-    if found.dtype not in DTYPES:
-        raise ValueError(f"model.dtype is {found.dtype!r}; allowed are {', '.join(DTYPES)}")
+    if found.dtype not in DTYPE_NAMES:
+        raise ValueError(f"model.dtype is {found.dtype!r}; allowed are {', '.join(DTYPE_NAMES)}")
     return found
 
 

@@ -357,5 +357,11 @@ def binary_rows(column: pa.ChunkedArray) -> list[memoryview]:
     return [memoryview(value.as_buffer()) for chunk in column.chunks for value in chunk]
 
 
+def flat_lists(column: pa.ChunkedArray) -> torch.Tensor:
+    """All numbers of a column of lists, one list after another: (n,) int64."""
+    chunks = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks]
+    return torch.from_numpy(np.concatenate(chunks).astype(np.int64)) if chunks else torch.empty(0, dtype=torch.int64)
+
+
 def _stamp(found: os.stat_result) -> tuple[int, int, int]:
     return (found.st_ino, found.st_mtime_ns, found.st_size)

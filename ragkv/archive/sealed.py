@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from typing import Any
 
 from ragkv.errors import ArchiveCorruptError, ArchiveFormatError
+from ragkv.model.fingerprint import json_sha256
 
 LONGEST = 1 << 24
 """Bytes of the longest sealed file that is read."""
 
 _MOST = 1 << 63
-
-
-def json_sha256(value: object) -> str:
-    """SHA-256 of canonical JSON: sorted keys, one space after comma and colon, nothing but ASCII."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def sealed_text(body: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ import torch
 from ragkv.archive.codec import Basis, Widths
 from ragkv.archive.files import system_errors
 from ragkv.archive.parquet import integers, read_plain, write_plain
-from ragkv.archive.payload import from_bits, to_bits
+from ragkv.archive.payload import Payload, from_bits, to_bits
 from ragkv.errors import ArchiveCorruptError
 
 TRANSFORMS_FILE = "transforms.parquet"
@@ -60,6 +60,10 @@ class LayerTransforms:
     def to(self, device: torch.device) -> LayerTransforms:
         values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         return LayerTransforms(**{name: None if value is None else value.to(device) for name, value in values.items()})
+
+    def payload(self, dtype: torch.dtype) -> Payload:
+        """How the rows of the layer are laid out, in an archive of `dtype`."""
+        return Payload(dtype, self.key_mean.shape[1], self.value_mean.shape[1], self.key_rows, self.value_rows)
 
     @property
     def resident_bytes(self) -> int:

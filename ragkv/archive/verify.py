@@ -1,147 +1,107 @@
 """Check every promise of an archive, without its model: checksums first, then the invariants of the format.
 
-The rules are those of ``indexes/FORMAT.md``, restated here rather than taken from the code that writes and recalls.
+The rules are those of ``indexes/FORMAT.md``. Nothing is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import pyarrow as pa
+import numpy as np
 import torch
 
-from ragkv.archive.manifest import MANIFEST_FILE, TOKENS_FILE, LayerEntry, Manifest, read_manifest
-from ragkv.archive.publish import hash_file
-from ragkv.archive.tables import NO_OFFSET, read_tokens
-from ragkv.archive.verify_layer import Spans, layer_faults, require_columns
-from ragkv.errors import ArchiveCorruptError, ArchiveFormatError, ConfigError
+from ragkv.archive.files import system_errors
+from ragkv.archive.manifest import MANIFEST_FILE, LayerEntry, Manifest
+from ragkv.archive.parquet import integers
+from ragkv.archive.payload import Payload, from_bits
+from ragkv.archive.rows import ROWS_FILE, binary_rows, flat_lists
+from ragkv.archive.snapshot import Snapshot, read_snapshot
+from ragkv.archive.tokens import NO_OFFSET, TOKENS_FILE
+from ragkv.archive.transforms import Transforms
+from ragkv.errors import (
+    ArchiveCorruptError,
+    ArchiveFormatError,
+    ArchiveNotFoundError,
+    ConfigError,
+)
 
-_UNREADABLE = (pa.ArrowException, ArchiveCorruptError, OSError, RuntimeError, ValueError, LookupError)
-"""What the readers raise for a file that is not what the manifest says it is."""
-
-_CODEC_BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}
-"""Bits per number that a coded tensor may take on average, its scale not counted."""
+_DAMAGE = (ArchiveNotFoundError, ArchiveFormatError, ArchiveCorruptError, ConfigError)
 
 
-def verify_archive(path: str | Path) -> list[str]:
+def verify_archive(path: str | Path, *, transforms: Callable[[str], Transforms] | None = None) -> list[str]:
     """Check the archive in the folder `path`; returns one line per fault, none if it is sound.
 
-    No model is needed and nothing is written. A file whose checksum does not hold is not looked into any further.
+    No model is needed and nothing is written. All that is checked is of one archive, also while it is being replaced. A
+    file whose checksum does not hold is not looked into any further.
 
     Raises
     ------
     ArchiveNotFoundError
         If there is no manifest; any other damage is returned.
+    ArchiveReadError
+        If the system did not let it be read just now.
     """
     folder = Path(path)
     try:
-        manifest = read_manifest(folder)
-    except (ArchiveCorruptError, ArchiveFormatError) as error:
+        snapshot = read_snapshot(folder, transforms=transforms)
+    except ArchiveNotFoundError as error:
+        if not (folder / MANIFEST_FILE).exists():
+            raise
         return [str(error)]
-    damaged = dict(_file_faults(folder, manifest))
-    faults = [*damaged.values(), *_extra_files(folder, manifest), *_count_faults(manifest)]
-    if TOKENS_FILE not in damaged:
-        faults += _collected(TOKENS_FILE, _token_faults(folder, manifest))
-    spans = Spans(manifest.head_tokens, manifest.head_tokens + manifest.archived_tokens, manifest.n_tokens)
-    dtype = getattr(torch, manifest.fingerprint.dtype)
-    for place, entry in enumerate(manifest.layers):
-        faults += _entry_faults(place, entry, manifest, spans)
-        if damaged.keys().isdisjoint(entry.files()):
-            faults += _collected(f"layer {entry.index}", layer_faults(folder, entry, spans, dtype))
+    except (ArchiveFormatError, ArchiveCorruptError, ConfigError) as error:
+        return [str(error)]
+    faults = [*_extra_files(folder, snapshot.manifest), *_token_faults(snapshot)]
+    groups = len(snapshot.rows.groups.rows)
+    damaged = []
+    for group in range(groups):
+        try:
+            snapshot.rows.require(np.asarray([group]))
+        except ArchiveCorruptError:
+            damaged.append(group)
+            faults.append(f"{ROWS_FILE}: the SHA-256 of row group {group} is not that of its footer")
+    for entry in snapshot.manifest.layers:
+        if entry.clusters and not any(first <= g < last for g in damaged for first, last in [snapshot.groups[entry.index]]):
+            faults += _collected(f"{ROWS_FILE}: layer {entry.index}", _layer_faults(snapshot, entry))
     return faults
+
+
+def is_sound(path: str | Path, manifest: Manifest, *, transforms: Callable[[str], Transforms] | None = None) -> bool:
+    """Whether the archive at `path` is that of `manifest` and every checksum of it holds.
+
+    Raises
+    ------
+    ArchiveReadError
+        If the system did not let it be read just now.
+    """
+    try:
+        snapshot = read_snapshot(path, transforms=transforms)
+        snapshot.rows.require(np.arange(len(snapshot.rows.groups.rows)))
+    except _DAMAGE:
+        return False
+    return snapshot.manifest == manifest
 
 
 def _collected(name: str, found: Iterator[str]) -> list[str]:
     """Run one check to its end; a file that cannot be read is its last fault."""
     faults: list[str] = []
     try:
-        for fault in found:
-            faults.append(fault)
-    except _UNREADABLE as error:
-        faults.append(f"{name}: cannot be read ({' '.join(str(error).split())})")
+        with system_errors(name):
+            for fault in found:
+                faults.append(fault)
+    except ArchiveCorruptError as error:
+        faults.append(str(error))
     return faults
 
 
-def _file_faults(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Name and fault of every file that is missing, or of another length or checksum than the manifest says."""
-    for name, expected in manifest.files.items():
-        try:
-            found = hash_file(folder / name)
-        except OSError as error:
-            yield name, f"{name}: cannot be read ({error.strerror})"
-            continue
-        if found.bytes != expected.bytes:
-            yield name, f"{name}: {found.bytes} bytes, the manifest says {expected.bytes}"
-        elif found.sha256 != expected.sha256:
-            yield name, f"{name}: SHA-256 {found.sha256[:12]}..., the manifest says {expected.sha256[:12]}..."
-
-
 def _extra_files(folder: Path, manifest: Manifest) -> Iterator[str]:
-    for found in sorted(folder.rglob("*")):
-        name = found.relative_to(folder).as_posix()
-        if not found.is_dir() and name != MANIFEST_FILE and name not in manifest.files:
-            yield f"{name}: not in the manifest"
+    for found in sorted(folder.iterdir()):
+        if found.name != MANIFEST_FILE and found.name not in manifest.files:
+            yield f"{found.name}: not in the manifest"
 
 
-def _count_faults(manifest: Manifest) -> Iterator[str]:
-    """The counts must follow from the numbers of tokens and the recipe."""
-    recipe, end = manifest.recipe, manifest.n_tokens
-    head = min(end, max(manifest.prefix_tokens, recipe.sink_tokens))
-    archived = max(0, end - recipe.window_tokens - head)
-    if manifest.document_tokens == 0:
-        yield f"{MANIFEST_FILE}: document_tokens is 0"
-    if manifest.head_tokens != head:
-        yield f"{MANIFEST_FILE}: head_tokens is {manifest.head_tokens}, tokens and recipe give {head}"
-    if manifest.archived_tokens != archived:
-        yield f"{MANIFEST_FILE}: archived_tokens is {manifest.archived_tokens}, tokens and recipe give {archived}"
-    if not manifest.layers:
-        yield f"{MANIFEST_FILE}: there are no layers"
-    try:
-        recipe.check_layers(len(manifest.layers))
-    except ConfigError as error:
-        yield f"{MANIFEST_FILE}: {error}"
-
-
-def _entry_faults(place: int, entry: LayerEntry, manifest: Manifest, spans: Spans) -> Iterator[str]:
-    """The manifest's entry of a layer must follow from the counts and the recipe."""
-    name, n_exact = f"{MANIFEST_FILE}: layer {entry.index}", spans.n_exact(entry)
-    if entry.index != place:
-        yield f"{name} stands at place {place}"
-    if entry.exact_tokens != n_exact:
-        yield f"{name}: exact_tokens is {entry.exact_tokens}, the counts give {n_exact}"
-    if bool(entry.clusters) != (entry.window is None and manifest.archived_tokens > 0):
-        yield f"{name}: {'has' if entry.clusters else 'has no'} clusters, against its window and archived_tokens"
-    most = min(manifest.archived_tokens, manifest.clusters_asked)
-    for head, count in enumerate(entry.clusters):
-        if not 0 < count <= most:
-            yield f"{name}, kv_head {head}: {count} clusters, allowed are 1 to {most} (tokens archived, clusters asked)"
-    if entry.clusters:
-        key_codec, value_codec = manifest.recipe.codecs(place)
-        yield from _width_faults(f"{name}: key_widths", entry.key_widths, entry.key_dim, key_codec)
-        yield from _width_faults(f"{name}: value_widths", entry.value_widths, entry.value_dim, value_codec)
-
-
-def _width_faults(name: str, widths: tuple[int, ...], dim: int, codec: str) -> Iterator[str]:
-    """Widths must be those of the recipe's codec, fill whole bytes, and take no more bytes than it has."""
-    if bool(widths) != (codec != "lossless"):
-        yield f"{name} is {list(widths)}, the recipe's codec is {codec}"
-        return
-    if not widths:
-        return
-    eight, four, two = widths
-    if eight + four + two > dim:
-        yield f"{name} is {list(widths)}, more than the {dim} numbers of a token"
-    if four % 2 or two % 4:
-        yield f"{name} is {list(widths)}; the second must be even and the third a multiple of 4"
-    n_bytes, most = eight + four // 2 + two // 4, (dim * _CODEC_BITS[codec] + 7) // 8
-    if n_bytes > most:
-        yield f"{name} is {list(widths)}, {n_bytes} bytes; {codec} has {most} for {dim} numbers"
-
-
-def _token_faults(folder: Path, manifest: Manifest) -> Iterator[str]:
-    require_columns(folder / TOKENS_FILE, dict.fromkeys(("token_id", "start", "end"), "int32"))
-    tokens, n_prefix = read_tokens(folder, manifest), manifest.prefix_tokens
+def _token_faults(snapshot: Snapshot) -> Iterator[str]:
+    tokens, n_prefix = snapshot.tokens, snapshot.manifest.prefix_tokens
     if bool((tokens.ids < 0).any()):
         yield f"{TOKENS_FILE}: a token id is negative"
     outside = (tokens.start == NO_OFFSET) & (tokens.end == NO_OFFSET)
@@ -152,3 +112,67 @@ def _token_faults(folder: Path, manifest: Manifest) -> Iterator[str]:
         yield f"{TOKENS_FILE}: a document token has a negative offset or ends before it starts"
     if bool((start.diff() < 0).any()) or bool((end.diff() < 0).any()):
         yield f"{TOKENS_FILE}: character offsets go backwards"
+
+
+def _layer_faults(snapshot: Snapshot, entry: LayerEntry) -> Iterator[str]:
+    """Clusters of a layer: in order, of the sizes that are stored, and a partition of the archived positions."""
+    assert snapshot.transforms is not None
+    name, manifest = f"{ROWS_FILE}: layer {entry.index}", snapshot.manifest
+    payload = snapshot.transforms.layers[entry.index].payload(getattr(torch, manifest.fingerprint.dtype))
+    first, last = snapshot.groups[entry.index]
+    table = snapshot.rows.columns(list(range(first, last)), ["layer", "kv_head", "cluster", "positions", "key_value"])
+    heads = np.repeat(np.arange(entry.n_kv_heads), entry.clusters)
+    clusters = np.concatenate([np.arange(count) for count in entry.clusters])
+    right = (("layer", np.full(len(heads), entry.index)), ("kv_head", heads), ("cluster", clusters))
+    if any(not np.array_equal(integers(table, column), wanted) for column, wanted in right):
+        yield f"{name}: its rows are not its clusters in order of KV head and cluster"
+        return
+    sizes = snapshot.prototypes[entry.index].sizes
+    flat = sizes[sizes > 0].long()
+    lengths = torch.from_numpy(table.column("positions").combine_chunks().value_lengths().to_numpy().astype(np.int64))
+    if not torch.equal(lengths, flat):
+        yield f"{name}: a cluster has another number of positions than its size says"
+        return
+    raw = binary_rows(table.column("key_value"))
+    if any(len(own) != size * payload.row_bytes for own, size in zip(raw, flat.tolist(), strict=True)):
+        yield f"{name}: a cluster has another number of bytes than its size says"
+        return
+    yield from _position_faults(snapshot, entry, flat_lists(table.column("positions")), flat)
+    yield from _group_faults(snapshot, entry, heads, first, last)
+    yield from _finite_faults(name, raw, payload)
+
+
+def _position_faults(
+    snapshot: Snapshot, entry: LayerEntry, positions: torch.Tensor, sizes: torch.Tensor
+) -> Iterator[str]:
+    manifest = snapshot.manifest
+    begin, end = manifest.head_tokens, manifest.head_tokens + manifest.archived_tokens
+    inside = torch.ones(len(positions), dtype=torch.bool)
+    inside[sizes.cumsum(0)[:-1]] = False
+    inside[0] = False
+    if bool((positions.diff() <= 0)[inside[1:]].any()):
+        yield f"{ROWS_FILE}: layer {entry.index}: the positions of a cluster are not in order"
+    by_head = positions.view(entry.n_kv_heads, -1)
+    wrong = (by_head.sort(dim=1).values != torch.arange(begin, end)).any(1)
+    for head in wrong.nonzero().flatten().tolist():
+        yield f"{ROWS_FILE}: layer {entry.index}, kv_head {head} does not hold every position of [{begin}, {end}) once"
+
+
+def _group_faults(snapshot: Snapshot, entry: LayerEntry, heads: np.ndarray, first: int, last: int) -> Iterator[str]:
+    at = 0
+    for group in range(first, last):
+        stop = at + int(snapshot.rows.groups.rows[group])
+        if (heads[at:stop] != heads[at]).any():
+            yield f"{ROWS_FILE}: layer {entry.index}: row group {group} holds more than one KV head"
+        at = stop
+
+
+def _finite_faults(name: str, raw: list[memoryview], payload: Payload) -> Iterator[str]:
+    """Lossless numbers must be finite; every code stands for a finite one."""
+    rows = torch.frombuffer(bytearray(b"".join(raw)), dtype=torch.uint8).view(-1, payload.row_bytes)
+    for what, basis, part in (
+        ("key", payload.key_basis, payload.key_part(rows)),
+        ("value", payload.value_basis, payload.value_part(rows)),
+    ):
+        if basis is None and not bool(torch.isfinite(from_bits(part, payload.dtype)).all()):
+            yield f"{name}: a {what} is NaN or infinite"

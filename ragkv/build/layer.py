@@ -18,7 +18,7 @@ from ragkv.archive.codec import (
     principal_axes,
     scale_code,
 )
-from ragkv.archive.payload import Payload, encode_exact, to_bits
+from ragkv.archive.payload import encode_exact, to_bits
 from ragkv.archive.prototypes import Prototypes, smallest_dtype
 from ragkv.archive.transforms import N_AXES, LayerTransforms
 from ragkv.build.cluster import Clusters, cluster_keys, query_metric
@@ -162,12 +162,6 @@ def encode_layer(part: ClusteredLayer, transforms: LayerTransforms) -> CodedLaye
         sizes=[row[:count] for row, count in zip(clusters.sizes.tolist(), counts, strict=True)],
         misfit=max(misfits),
     )
-
-
-def row_payload(transforms: LayerTransforms, dtype: torch.dtype) -> Payload:
-    """How rows are laid out under `transforms`."""
-    key_dim, value_dim = transforms.key_mean.shape[1], transforms.value_mean.shape[1]
-    return Payload(dtype, key_dim, value_dim, transforms.key_rows, transforms.value_rows)
 
 
 def _mean(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

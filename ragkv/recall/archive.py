@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
-from ragkv.archive.manifest import Manifest, read_manifest
-from ragkv.archive.publish import hash_file
-from ragkv.archive.rows import read_positions
-from ragkv.archive.tables import TokenTable, read_tokens
-from ragkv.errors import ArchiveCorruptError, ArchiveNotFoundError
+from ragkv.archive.files import system_errors
+from ragkv.archive.manifest import OWN_TRANSFORMS, Manifest
+from ragkv.archive.rows import flat_lists
+from ragkv.archive.snapshot import Snapshot, read_snapshot
+from ragkv.archive.tokens import TokenTable
+from ragkv.archive.transforms import Transforms
+from ragkv.errors import ArchiveCorruptError, ModelMismatchError, NonFiniteError
 from ragkv.model.fingerprint import require_match
 from ragkv.model.load import LoadedModel, padded_inputs, question_inputs
 from ragkv.model.prompt import PromptLayout, decoded, decoded_spans, document_sha256
-from ragkv.model.shape import check_length, model_shape
-from ragkv.recall.layers import ArchivedLayer, load_layer, whole_layer
+from ragkv.model.shape import ModelShape, check_length, model_shape
+from ragkv.recall.layers import ArchivedLayer, cluster_table, whole_layer
 from ragkv.recipe import RecallPolicy
 
 log = logging.getLogger(__name__)
@@ -31,43 +33,71 @@ class Archive:
     Use `Archive.open`. ``manifest`` says what was built; ``layers`` hold the tensors.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, model: LoadedModel, layers: tuple[ArchivedLayer, ...]) -> None:
-        self.path = path
-        self.manifest = manifest
+    def __init__(self, snapshot: Snapshot, model: LoadedModel, layers: tuple[ArchivedLayer, ...]) -> None:
+        self.path = snapshot.path
+        self.manifest = snapshot.manifest
+        self.tokens: TokenTable = snapshot.tokens
         self.model = model
         self.layers = layers
+        self._rows, self._transforms = snapshot.rows, snapshot.transforms
         self._whole: dict[int, ArchivedLayer] = {}
         self._positions: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
 
     @classmethod
-    def open(cls, path: str | Path, model: LoadedModel) -> Archive:
+    def open(
+        cls, path: str | Path, model: LoadedModel, *, transforms: Callable[[str], Transforms] | None = None
+    ) -> Archive:
         """Open the archive in the folder `path` for `model`.
 
-        Format version, checksums of all files and the model's fingerprint are checked first. Nothing is written.
+        Wholly one archive is opened, also while it is being replaced. Of its archived rows nothing is read: the checksum
+        of each row group is looked at when recall first touches it. Nothing is written, but that an archive on which a
+        build died half-way through its replacement is put back.
+
+        Parameters
+        ----------
+        transforms
+            Gives the transforms of a SHA-256, for archives of a catalog. By default they are read from the catalog that
+            the archive stands in.
 
         Raises
         ------
         ArchiveNotFoundError, ArchiveFormatError, ArchiveCorruptError
             If there is no archive, of another version, or its files do not match their checksums.
+        ArchiveReadError
+            If the system did not let it be read: no descriptors or no memory left, an I/O error, a permission.
         ModelMismatchError
             If `model` is not the one the archive was built with; both sides are named.
         UnsupportedModelError
             If a length-dependent RoPE does not reach over the document.
         """
-        path = Path(path)
-        manifest = read_manifest(path)
-        check_files(path, manifest)
-        require_match(manifest.fingerprint, model)
-        check_length(model_shape(model.model.config), manifest.n_tokens + 1)
-        stored = getattr(torch, manifest.fingerprint.dtype)
+        shape = model_shape(model.model.config)
+
+        def accept(manifest: Manifest) -> None:
+            require_match(manifest.fingerprint, model)
+            _check_shape(manifest, shape)
+            check_length(shape, manifest.n_tokens + 1)
+
+        snapshot = read_snapshot(path, transforms=transforms, accept=accept)
+        stored = getattr(torch, snapshot.manifest.fingerprint.dtype)
         if stored != model.model.dtype:
             log.warning("archive %s holds %s, the model is %s: values are cast", path, stored, model.model.dtype)
-        device, dtype = model.model.device, model.model.dtype
-        layers = tuple(load_layer(path, entry, stored, device=device, dtype=dtype) for entry in manifest.layers)
-        archive = cls(path, manifest, model, layers)
-        _ = archive.tokens  # read now: the files may be gone when they are asked for
-        return archive
+        with system_errors(f"archive {str(path)!r}"):
+            return cls(snapshot, model, _layers(snapshot, device=model.model.device, dtype=model.model.dtype))
+
+    def require_unchanged(self) -> None:
+        """Refuse to go on when the rows file was changed in place since the archive was opened.
+
+        Raises
+        ------
+        ArchiveCorruptError
+            If it was; open the archive again.
+        """
+        if self._rows.changed():
+            raise ArchiveCorruptError(
+                f"{str(self.path)!r}: its rows were changed in place since it was opened; open it again, and replace an "
+                "archive by 'ragkv build' or by renaming its folder"
+            )
 
     @property
     def n_tokens(self) -> int:
@@ -90,7 +120,7 @@ class Archive:
         return self.manifest.document_name or self.path.name
 
     @property
-    def recall(self) -> RecallPolicy:
+    def policy(self) -> RecallPolicy:
         """What is recalled unless a request says otherwise."""
         return self.manifest.recipe.recall
 
@@ -114,45 +144,46 @@ class Archive:
         return decoded_spans(tokenizer, ids)
 
     def positions(self, index: int) -> torch.Tensor:
-        """Position of every archived row of layer `index`, in the order of its file: (n_kv_heads, n_tokens) int64."""
+        """Position of every archived token of layer `index`, by KV head and cluster: (n_kv_heads, n_tokens) int64."""
         with self._lock:
             if index not in self._positions:
-                entry = self.manifest.layers[index]
-                table = self.layers[index].recall
-                flat = torch.empty(0, dtype=torch.int64) if table is None else read_positions(table.mapped)
-                self._positions[index] = flat.view(entry.n_kv_heads, -1)
+                table = self.layers[index].clusters
+                flat = torch.empty(0, dtype=torch.int64)
+                if table is not None:
+                    flat = flat_lists(self._rows.columns(list(range(*table.groups)), ["positions"])["positions"])
+                self._positions[index] = flat.view(self.manifest.layers[index].n_kv_heads, -1)
             return self._positions[index]
 
     def whole_layer(self, index: int) -> ArchivedLayer:
         """Layer `index` with every token decoded into memory: for layers that a policy keeps dense."""
+        positions = self.positions(index)
         with self._lock:
             if index not in self._whole:
-                self._whole[index] = whole_layer(self.layers[index])
+                self._whole[index] = whole_layer(self.layers[index], positions)
             return self._whole[index]
 
-    @cached_property
-    def tokens(self) -> TokenTable:
-        """Token ids and character offsets of prefix and document."""
-        return read_tokens(self.path, self.manifest)
+    @property
+    def transforms(self) -> Transforms | None:
+        """What its codes are written in; archives of a catalog share one."""
+        return self._transforms
 
     @property
     def resident_bytes(self) -> int:
         """Bytes held in memory: prototypes, exact tokens, tables, and the layers that were decoded to stay dense.
 
-        The rows are mapped from disk and not counted; what a step recalls from them is counted per request.
+        Transforms are counted if they are the archive's own; those of a catalog are counted once, by the catalog. The
+        rows are mapped from disk and not counted; what a step recalls from them is counted per request.
         """
-        held: list[torch.Tensor | None] = []
-        n_bytes = 0
-        for layer in self.layers:
-            held += [layer.keys, layer.values, layer.bias, layer.exact_positions]
-            if layer.recall is not None:
-                table = layer.recall
-                held += [table.sizes, table.priority, table.address, table.axes, table.axis_variances]
-                bases = (table.payload.key_basis, table.payload.value_basis)
-                n_bytes += sum(basis.resident_bytes for basis in bases if basis is not None)
-        for index, whole in tuple(self._whole.items()):
-            held += [whole.keys, whole.values] if whole is not self.layers[index] else []
-        return n_bytes + sum(tensor.nbytes for tensor in held if tensor is not None)
+        held = sum(layer.resident_bytes for layer in self.layers) + self._rows.resident_bytes
+        if self._transforms is not None and self.has_own_transforms:
+            held += self._transforms.resident_bytes
+        whole = (layer for index, layer in tuple(self._whole.items()) if layer is not self.layers[index])
+        return held + sum(layer.resident_bytes for layer in whole)
+
+    @property
+    def has_own_transforms(self) -> bool:
+        """Whether the archive carries its transforms, rather than sharing those of a catalog."""
+        return OWN_TRANSFORMS in self.manifest.files
 
     @cached_property
     def disk_bytes(self) -> int:
@@ -177,15 +208,41 @@ class Archive:
         return padded_inputs(self.model, token_ids, first_position=self.n_tokens)
 
 
-def check_files(path: Path, manifest: Manifest) -> None:
-    """Compare length and SHA-256 of every file with the manifest."""
-    for name, expected in manifest.files.items():
-        try:
-            found = hash_file(path / name)
-        except OSError as error:
-            raise ArchiveNotFoundError(f"{str(path)!r}: file {name} cannot be read ({error.strerror})") from error
-        if found != expected:
-            raise ArchiveCorruptError(
-                f"{str(path)!r}: file {name} has {found.bytes} bytes and SHA-256 {found.sha256[:12]}..., the manifest "
-                f"says {expected.bytes} and {expected.sha256[:12]}...; build the archive again"
+def _check_shape(manifest: Manifest, shape: ModelShape) -> None:
+    """Refuse layers of other shapes than the model's, and more tokens than its context: before memory is taken."""
+    found = [(each.window, each.n_kv_heads, each.key_dim, each.value_dim) for each in manifest.layers]
+    wanted = [(each.window, each.n_kv_heads, each.head_dim, each.head_dim) for each in shape.layers]
+    if found != wanted:
+        raise ModelMismatchError(
+            f"the archive has {len(found)} layers like {found[:1]}, the model {len(wanted)} like {wanted[:1]} (window, "
+            "KV heads, numbers of a key and of a value); load the model it was built with"
+        )
+    if shape.max_positions is not None and manifest.n_tokens > shape.max_positions:
+        raise ArchiveCorruptError(
+            f"the manifest counts {manifest.n_tokens:,} tokens and the model's context holds {shape.max_positions:,}"
+        )
+
+
+def _layers(snapshot: Snapshot, *, device: torch.device, dtype: torch.dtype) -> tuple[ArchivedLayer, ...]:
+    transforms = {} if snapshot.transforms is None else snapshot.transforms.to(device).layers
+    layers = []
+    for entry in snapshot.manifest.layers:
+        exact, clusters = snapshot.exact[entry.index], None
+        if entry.clusters:
+            clusters = cluster_table(
+                snapshot.prototypes[entry.index],
+                transforms[entry.index],
+                transforms[entry.index].payload(exact.keys.dtype),
+                snapshot.rows,
+                snapshot.groups[entry.index],
+                n_tokens=snapshot.manifest.archived_tokens,
+                device=device,
             )
+        keys, values = exact.keys.to(device, dtype), exact.values.to(device, dtype)
+        if dtype != exact.keys.dtype and not bool(torch.isfinite(keys).all() & torch.isfinite(values).all()):
+            raise NonFiniteError(
+                f"{str(snapshot.path)!r}: layer {entry.index} does not fit {dtype} ({exact.keys.dtype} archived); load "
+                f"the model in {exact.keys.dtype}"
+            )
+        layers.append(ArchivedLayer(entry.index, entry.window, keys, values, exact.positions.to(device), clusters))
+    return tuple(layers)

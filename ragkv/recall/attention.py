@@ -6,8 +6,8 @@ recalled takes part as one pseudo-token with the centroid as key, the mean value
 correction for the spread of the cluster added to the logit. With every cluster recalled the result is dense attention
 over the keys and values as they are stored.
 
-Coded tokens are never decoded: their logit is the prototype's plus the product of the transformed query with the codes,
-and the weighted sum of value codes is transformed back once per row.
+Neither prototypes nor coded tokens are ever decoded: a logit is the product of the transformed query with the codes
+(of a token, beside that of its prototype), and the weighted sum of value codes is transformed back once per row.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Protocol
 
 import torch
 
-from ragkv.archive.payload import Numbers, Payload
-from ragkv.archive.spread import logit_deviation
+from ragkv.archive.codec import read_scaled
+from ragkv.archive.payload import Payload, from_bits
 from ragkv.model.attention import AttentionCall, cap
-from ragkv.recall.layers import RecallTables
+from ragkv.recall.layers import ClusterTable
 from ragkv.recall.placed import Part, PlacedLayer, Weighting
 from ragkv.recall.row_view import RowView
 from ragkv.recipe import Limit
@@ -95,9 +95,9 @@ class BlockRecall:
     def fetched_bytes(self) -> int:
         """Bytes of keys and values that were fetched."""
         return sum(
-            int(share.choice.tokens.sum()) * share.part.layer.recall.row_bytes
+            int(share.choice.tokens.sum()) * share.part.layer.clusters.row_bytes
             for share in self.shares
-            if share.choice is not None and share.part.layer.recall is not None
+            if share.choice is not None and share.part.layer.clusters is not None
         )
 
 
@@ -176,16 +176,14 @@ def places(choice: Choice) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.searchsorted(choice.ends, wanted, right=True), wanted
 
 
-def gather_rows(table: RecallTables, choice: Choice) -> Recalled:
+def gather_rows(table: ClusterTable, choice: Choice) -> Recalled:
     """Fetch the rows of the chosen clusters."""
     n_kv_heads, n_rows, _ = choice.clusters.shape
     place, wanted = places(choice)
-    start = table.address.unsqueeze(1).expand(-1, n_rows, -1).gather(2, choice.clusters)
-    start -= choice.begins * table.row_bytes
+    start = table.address.unsqueeze(1).expand(-1, n_rows, -1).gather(2, choice.clusters).long()
+    start += table.first_byte - choice.begins * table.row_bytes
     byte = start.gather(2, place).add_(wanted, alpha=table.row_bytes).view(-1)
-    n_starts = table.mapped.shape[0] - table.row_bytes + 1
-    runs = table.mapped.as_strided((n_starts, table.row_bytes), (1, 1))  # a row may start at any byte of the file
-    raw = runs.index_select(0, byte.to(table.mapped.device)).to(wanted.device)
+    raw = table.fetch(byte).to(wanted.device)
     slots = torch.arange(wanted.shape[2], device=wanted.device)
     return Recalled(
         rows=raw.view(n_kv_heads, n_rows, slots.shape[0], -1),
@@ -247,22 +245,31 @@ class _PartView:
     """One document as a block of rows sees it: `query` turned to where it stands, and what is recalled of it."""
 
     def __init__(self, query: torch.Tensor, part: Part) -> None:
-        self.part = part
+        self.part, self.table = part, part.layer.clusters
         self.query = query if part.turn is None else query @ part.turn
-        flat = self.query.flatten(1, 2)
-        products = torch.bmm(flat, part.layer.keys.float().transpose(1, 2))
+        self.flat = self.query.flatten(1, 2)
+        products = torch.bmm(self.flat, part.layer.keys.float().transpose(1, 2))
+        if self.table is not None:
+            products = torch.cat([self.table.key_products(self.flat), products], dim=-1)
         self.products = products.view(*query.shape[:3], -1)  # (n_kv_heads, n_rows, group, n_held)
         self.choice: Choice | None = None
         self.recalled: Recalled | None = None
 
     def held_logits(self, softcap: float | None, weighting: Weighting) -> torch.Tensor:
         """Logits of prototypes and exact tokens: (n_kv_heads, n_rows, group, n_held)."""
-        held = cap(self.products, softcap)
+        held, part = cap(self.products, softcap), self.part
         if weighting.temperature != 1:
-            held = torch.where(self.part.in_document(), held / weighting.temperature, held)
-        return held if self.part.bias is None else held + self.part.bias[:, None, None]
+            held = torch.where(part.in_document(), held / weighting.temperature, held)
+        if self.table is None and part.exact_bias is None:
+            return held
+        held = held.clone() if held is self.products else held  # the products are needed as they are
+        if self.table is not None:
+            held[..., : part.n_clusters] += self.table.bias()[:, None, None]
+        if part.exact_bias is not None:
+            held[..., part.n_clusters :] += part.exact_bias
+        return held
 
-    def recall(self, table: RecallTables, choice: Choice, softcap: float | None) -> torch.Tensor:
+    def recall(self, table: ClusterTable, choice: Choice, softcap: float | None) -> torch.Tensor:
         """Fetch what was chosen; its logits (n_kv_heads, n_rows, group, width), -inf at filling."""
         self.choice, self.recalled = choice, gather_rows(table, choice)
         near = cap(_near_products(self.query, table.payload, self.recalled, self.products), softcap)
@@ -270,18 +277,27 @@ class _PartView:
 
     def summed(self, share: PartShare) -> torch.Tensor:
         """Values summed with the weights of a share: (n_kv_heads, n_rows, group, value_dim)."""
-        layer = self.part.layer
-        total = torch.bmm(share.held.flatten(1, 2), layer.values.float()).view(*share.held.shape[:3], -1)
-        if share.near is not None and self.recalled is not None and layer.recall is not None:
-            total += _near_sum(share.near, layer.recall.payload, self.recalled)
-        return total
+        held, near = share.held, share.near
+        exact = held[..., self.part.n_clusters :].flatten(1, 2)
+        total = torch.bmm(exact, self.part.layer.values.float())
+        if self.table is not None:
+            on_clusters = held[..., : self.part.n_clusters]
+            if near is not None and self.recalled is not None and self.table.payload.value_basis is not None:
+                # Coded values are residuals: a recalled token weighs on the mean value of its cluster, too.
+                own = self.recalled.cluster.unsqueeze(2).expand(near.shape)
+                on_clusters = on_clusters.scatter_add(3, own, near)
+            total += self.table.value_sums(on_clusters.flatten(1, 2))
+        summed = total.view(*held.shape[:3], -1)
+        if near is not None and self.recalled is not None and self.table is not None:
+            summed += _near_sum(near, self.table.payload, self.recalled)
+        return summed
 
 
 def _choose(documents: list[_PartView], mass: torch.Tensor, layer: PlacedLayer, limit: Limit) -> Choice:
     """Choose among the clusters of all documents, by the attention `mass` that falls on each column."""
     worths, masses, column = [], [], 0
     for document in documents:
-        table = document.part.layer.recall
+        table = document.table
         if table is not None:
             masses.append(mass[..., column : column + table.n_clusters])
             worths.append(_worth(document.query, table, masses[-1]))
@@ -300,7 +316,7 @@ def _recall(
     choices = iter([choice] if len(layer.first_clusters) == 1 else split_choice(choice, layer.first_clusters))
     near, column, first = [], 0, 0
     for document in documents:
-        table = document.part.layer.recall
+        table = document.table
         own = None if table is None else next(choices)
         if table is not None and own is not None:
             near.append(document.recall(table, own, softcap))
@@ -336,16 +352,16 @@ def _rescaled(logits: torch.Tensor, layer: PlacedLayer, *, n_others: int) -> tor
     return torch.where(of_document, logits + shift, logits)
 
 
-def _worth(query: torch.Tensor, table: RecallTables, mass: torch.Tensor) -> torch.Tensor:
+def _worth(query: torch.Tensor, table: ClusterTable, mass: torch.Tensor) -> torch.Tensor:
     """What recalling each cluster is worth to each row: (n_kv_heads, n_rows, n_clusters).
 
     The `mass` (n_kv_heads, n_rows, group, n_clusters) that the cluster would have if all its keys were one standard
     deviation of the logit nearer to the query than their centroid, times its priority. A cluster that may hide a sharp
     match comes before a flat one of the same mass.
     """
-    deviation = logit_deviation(query.flatten(1, 2), table.axes, table.axis_variances)
+    deviation = table.logit_deviation(query.flatten(1, 2))
     reached = deviation.clamp_max_(_MAX_DEVIATION).exp_().view_as(mass).mul_(mass)
-    return reached.sum(2).mul_(table.priority.unsqueeze(1))
+    return reached.sum(2).mul_(table.priority().unsqueeze(1))
 
 
 def _near_products(query: torch.Tensor, payload: Payload, recalled: Recalled, products: torch.Tensor) -> torch.Tensor:
@@ -353,25 +369,20 @@ def _near_products(query: torch.Tensor, payload: Payload, recalled: Recalled, pr
 
     `products` are those with the centroids, which the products of residuals add to.
     """
-    keys, basis = payload.keys(recalled.rows), payload.key_basis
+    raw, basis = payload.key_part(recalled.rows), payload.key_basis
     if basis is None:
-        return query @ keys.numbers.transpose(-1, -2)
-    along = torch.bmm(query.flatten(1, 2), basis.logit_rows).view(*query.shape[:3], -1)
-    own = along @ keys.numbers.transpose(-1, -2)
-    base = products.gather(3, recalled.cluster.unsqueeze(2).expand(-1, -1, query.shape[2], -1))
-    return base.add_(_scaled(own, keys))
+        return query @ from_bits(raw, payload.dtype).float().transpose(-1, -2)
+    numbers, scale = read_scaled(raw, basis)
+    along = basis.along(query.flatten(1, 2)).view(*query.shape[:3], -1)
+    own = (along @ numbers.transpose(-1, -2)).mul_(scale.unsqueeze(2))
+    return own.add_(products.gather(3, recalled.cluster.unsqueeze(2).expand(-1, -1, query.shape[2], -1)))
 
 
 def _near_sum(weights: torch.Tensor, payload: Payload, recalled: Recalled) -> torch.Tensor:
-    """Recalled values summed with `weights` (n_kv_heads, n_rows, group, width): (..., group, value_dim)."""
-    values, basis = payload.values(recalled.rows), payload.value_basis
-    summed = _scaled(weights, values) @ values.numbers
+    """Recalled values, or their residuals, summed with `weights` (n_kv_heads, n_rows, group, width): (..., value_dim)."""
+    raw, basis = payload.value_part(recalled.rows), payload.value_basis
     if basis is None:
-        return summed
-    sums = torch.cat([summed, weights.sum(-1, keepdim=True)], dim=-1)
-    return torch.bmm(sums.flatten(1, 2), basis.sum_rows).view(*weights.shape[:3], -1)
-
-
-def _scaled(weights: torch.Tensor, numbers: Numbers) -> torch.Tensor:
-    """(n_kv_heads, n_rows, group, width) times the scale of each token."""
-    return weights if numbers.scale is None else weights * numbers.scale.unsqueeze(2)
+        return weights @ from_bits(raw, payload.dtype).float()
+    numbers, scale = read_scaled(raw, basis)
+    summed = (weights * scale.unsqueeze(2)) @ numbers
+    return basis.restored(summed.flatten(1, 2)).view(*weights.shape[:3], -1)

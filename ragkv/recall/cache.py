@@ -53,11 +53,11 @@ class ArchiveCache(Cache):
         observer: Observer | None = None,
     ) -> None:
         composition = Composition.of(source)
-        policy = policy or composition.recall
+        policy = policy or composition.policy
         policy = policy if budget is None else policy.with_budget(budget)
         n_layers = len(composition.shape.layers)
         policy.check_layers(n_layers)
-        composition.require_attached()
+        composition.require_usable()
         composition.require_model()
         self.composition = composition
         layers: list[ArchiveCacheLayer] = []

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from ragkv.archive.tables import TokenTable
+from ragkv.archive.tokens import TokenTable
 from ragkv.errors import ConfigError, ModelMismatchError
 from ragkv.ledger.ledger import kv_bytes
 from ragkv.model.attention import is_attached
@@ -55,13 +55,14 @@ class Document(Protocol):
     @property
     def layers(self) -> tuple[ArchivedLayer, ...]: ...
     @property
-    def recall(self) -> RecallPolicy: ...
+    def policy(self) -> RecallPolicy: ...
     @property
     def resident_bytes(self) -> int: ...
     @property
     def disk_bytes(self) -> int: ...
     def whole_layer(self, index: int) -> ArchivedLayer: ...
     def positions(self, index: int) -> torch.Tensor: ...
+    def require_unchanged(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -156,10 +157,10 @@ class Composition:
         return (0, *(min(count, length) for length in lengths[1:]))
 
     @property
-    def recall(self) -> RecallPolicy:
+    def policy(self) -> RecallPolicy:
         """What is recalled unless a request says otherwise: the policy of the first document that has clusters."""
-        archived = (each.recall for each in self.documents if any(layer.recall is not None for layer in each.layers))
-        return next(archived, self.documents[0].recall)
+        archived = (each.policy for each in self.documents if any(layer.n_clusters for layer in each.layers))
+        return next(archived, self.documents[0].policy)
 
     @property
     def resident_bytes(self) -> int:
@@ -200,13 +201,24 @@ class Composition:
                 self._placed[index, whole] = placed
             return self._placed[index, whole]
 
-    def require_attached(self) -> None:
-        """Refuse to answer through a model whose attention would ignore the documents."""
+    def require_usable(self) -> None:
+        """Refuse to answer through a model whose attention would ignore the documents, or from documents that changed.
+
+        Raises
+        ------
+        ConfigError
+            If ragkv is not attached to the model.
+        ModelMismatchError, ArchiveCorruptError
+            If the model's weights, or a file under an open archive, changed since it was opened.
+        """
         if not is_attached(self.model.model):
             raise ConfigError(
                 f"the model's attention is {self.model.model.config._attn_implementation!r}, which would ignore the "
                 "archive; call ragkv.attach(model) first"
             )
+        self.require_model()
+        for document in {id(each): each for each in self.documents}.values():
+            document.require_unchanged()
 
     def require_model(self) -> None:
         """Refuse to answer through a model whose weights changed since the archives were opened."""
@@ -260,9 +272,8 @@ class Composition:
                 window=window,
                 keys=torch.cat([piece.keys for piece in pieces], dim=1)[:, seen],
                 values=torch.cat([piece.values for piece in pieces], dim=1)[:, seen],
-                bias=None,
                 exact_positions=positions[seen],
-                recall=None,
+                clusters=None,
             )
         )
 
@@ -277,14 +288,11 @@ class Composition:
 
 
 def _without(layer: ArchivedLayer, first: int) -> torch.Tensor | None:
-    """The additive logits of a layer, -inf at exact tokens before position `first`."""
+    """What is added to the logits of exact tokens (n_exact,): -inf at those before position `first`."""
     out = layer.exact_positions < first
     if first == 0 or not bool(out.any()):
-        return layer.bias
-    n_heads, n_held = layer.keys.shape[:2]
-    bias = torch.zeros(n_heads, n_held, device=layer.keys.device) if layer.bias is None else layer.bias.clone()
-    bias[:, n_held - len(out) :].masked_fill_(out, -torch.inf)
-    return bias
+        return None
+    return torch.zeros(len(out), device=out.device).masked_fill_(out, -torch.inf)
 
 
 def _moved(layer: ArchivedLayer, turn: torch.Tensor | None, shift: int, *, first: int) -> ArchivedLayer:
@@ -296,9 +304,8 @@ def _moved(layer: ArchivedLayer, turn: torch.Tensor | None, shift: int, *, first
         window=layer.window,
         keys=keys if turn is None else (keys.float() @ turn.T).to(keys.dtype),
         values=layer.values[:, kept],
-        bias=None,
         exact_positions=layer.exact_positions[kept] + shift,
-        recall=None,
+        clusters=None,
     )
 
 

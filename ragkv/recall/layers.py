@@ -1,171 +1,292 @@
-"""An archived layer as attention takes it: prototypes and exact tokens in memory, the rest mapped from disk."""
+"""An archived layer as attention takes it: coded prototypes and exact tokens in memory, the rest mapped from disk."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
 
-import pyarrow as pa
+import numpy as np
 import torch
 
-from ragkv.archive.codec import decode
-from ragkv.archive.manifest import LayerEntry
-from ragkv.archive.payload import Payload, from_bits, rounded
-from ragkv.archive.rows import RowGroups, map_file, mapped_rows, read_rows, row_groups
-from ragkv.archive.spread import axis_variances
-from ragkv.archive.tables import Prototypes, read_key_axes, read_payload, read_prototypes
-from ragkv.errors import ArchiveCorruptError, NonFiniteError
+from ragkv.archive.codec import scale_of
+from ragkv.archive.payload import Payload, rounded
+from ragkv.archive.prototypes import Prototypes, smallest_dtype
+from ragkv.archive.rows import RowsFile, payload_start
+from ragkv.archive.transforms import LayerTransforms
+from ragkv.errors import ArchiveCorruptError
 
 MAX_CORRECTION = 0.5
 """Limit of the Jensen correction, in nats; measured best of 0.35, 0.5, 0.7 and 1."""
+
+_LENGTH_BYTES = 4  # in front of each cluster's tokens in the rows file
 
 
 @dataclass(frozen=True)
 class ArchivedLayer:
     """What attention needs of one layer, on the model's device.
 
-    ``keys`` (n_kv_heads, n_held, key_dim) and ``values`` (n_kv_heads, n_held, value_dim) hold the centroids and mean
-    values first, then the tokens that are always attended exactly. ``bias`` (n_kv_heads, n_held) float32 is the
-    additive logit: log(size) of a cluster with its Jensen correction (-inf where a head has fewer clusters), 0 of a
-    token; None without clusters.
-    ``exact_positions`` (n_exact,) int64. ``recall`` is None for sliding layers, very short documents, and layers whose
-    every token is held.
+    ``keys`` (n_kv_heads, n_exact, key_dim) and ``values`` (n_kv_heads, n_exact, value_dim) of the tokens that are always
+    attended exactly stand at ``exact_positions`` (n_exact,) int64. ``clusters`` is None for sliding layers, very short
+    documents, and layers whose every token is held.
     """
 
     index: int
     window: int | None
     keys: torch.Tensor
     values: torch.Tensor
-    bias: torch.Tensor | None
     exact_positions: torch.Tensor
-    recall: RecallTables | None
+    clusters: ClusterTable | None
+
+    @property
+    def n_clusters(self) -> int:
+        return 0 if self.clusters is None else self.clusters.n_clusters
+
+    @property
+    def n_held(self) -> int:
+        """Columns that a query is scored against: clusters, then exact tokens."""
+        return self.n_clusters + self.keys.shape[1]
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes held in memory; transforms, which archives of a catalog share, are not counted."""
+        exact = self.keys.nbytes + self.values.nbytes + self.exact_positions.nbytes
+        return exact + (0 if self.clusters is None else self.clusters.resident_bytes)
 
 
 @dataclass(frozen=True)
-class RecallTables:
-    """Where the tokens behind each prototype lie.
+class ClusterTable:
+    """The clusters of one layer: coded prototypes, and where the tokens behind each lie.
 
-    ``sizes`` and ``address`` (n_kv_heads, n_clusters) int64: the tokens of a cluster and the byte of its first row in
-    ``mapped``, the mapped row file (n_bytes,) uint8 on the host, whose rows ``payload`` lays out. ``priority``
-    (n_kv_heads, n_clusters) float32 is what a cluster's mass is weighted with when clusters are ranked, see
-    `recall_priority`; ``axes`` (n_kv_heads, n_axes, key_dim) float32 and ``axis_variances`` (n_kv_heads, n_clusters,
-    n_axes) float32 say how its keys spread, see `ragkv.archive.spread`. ``largest`` is the size of the largest cluster,
-    ``n_tokens`` the archived tokens of a head; ``padded`` says that some head has fewer clusters than others, its last
-    sizes being 0.
+    ``address`` (n_kv_heads, n_clusters) is the byte of a cluster's first token in ``rows``, less ``first_byte``, in the
+    smallest integer type that holds it; its tokens follow one another as ``payload`` lays them out. ``groups`` are the
+    row groups [first, last) of the layer. ``largest`` is the size of the largest cluster, ``n_tokens`` the archived
+    tokens of a head; ``padded`` says that some head has fewer clusters than others, its last sizes being 0.
     """
 
-    sizes: torch.Tensor
-    priority: torch.Tensor
-    axes: torch.Tensor
-    axis_variances: torch.Tensor
-    address: torch.Tensor
-    mapped: torch.Tensor
-    groups: RowGroups
+    prototypes: Prototypes
+    transforms: LayerTransforms
     payload: Payload
+    rows: RowsFile
+    address: torch.Tensor
+    first_byte: int
+    groups: tuple[int, int]
     largest: int
     n_tokens: int
     padded: bool
 
     @property
     def n_clusters(self) -> int:
-        return self.sizes.shape[1]
+        return self.prototypes.sizes.shape[1]
+
+    @property
+    def sizes(self) -> torch.Tensor:
+        """Tokens of each cluster: (n_kv_heads, n_clusters), 0 where a head has fewer clusters."""
+        return self.prototypes.sizes
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token's key and value in the row file."""
+        """Bytes of one token's key and value in the rows file."""
         return self.payload.row_bytes
 
-    def rows(self) -> torch.Tensor:
-        """Every archived row, by KV head, cluster and position: (n_kv_heads, n_tokens, row_bytes) uint8."""
-        return mapped_rows(self.mapped, self.groups, self.row_bytes).unflatten(0, (len(self.sizes), -1))
+    @property
+    def resident_bytes(self) -> int:
+        return self.prototypes.resident_bytes + self.address.nbytes
+
+    def bias(self) -> torch.Tensor:
+        """The additive logit of each prototype: log(size) with its Jensen correction, (n_kv_heads, n_clusters) float32.
+
+        -inf where a head has fewer clusters.
+        """
+        return self.sizes.float().log_().add_(self._correction())
+
+    def priority(self) -> torch.Tensor:
+        """What a cluster's mass is weighted with when clusters are ranked: (n_kv_heads, n_clusters) float32.
+
+        How far the cluster's values lie from the mean, next to the spread of this query's logit inside it; the Jensen
+        correction is taken out of the mass again.
+        """
+        value_spread = scale_of(self.prototypes.spreads[..., 1])
+        return value_spread.clamp_min_(torch.finfo(torch.float32).tiny).mul_(self._correction().neg_().exp_())
+
+    def _correction(self) -> torch.Tensor:
+        return jensen_correction(scale_of(self.prototypes.spreads[..., 0]).square_())
+
+    def axis_variances(self) -> torch.Tensor:
+        """Mean squares of the places of keys along each axis: (n_kv_heads, n_clusters, n_axes) float32."""
+        return scale_of(self.prototypes.spreads[..., 2:]).square_()
+
+    def key_products(self, query: torch.Tensor) -> torch.Tensor:
+        """Products of `query` (n_kv_heads, n, key_dim) float32 with all centroids: (n_kv_heads, n, n_clusters)."""
+        transforms = self.transforms
+        along = transforms.key_prototypes.along(query)
+        numbers = transforms.key_prototypes.numbers(self.prototypes.key_codes)
+        return torch.baddbmm(query @ transforms.key_mean.unsqueeze(-1), along, numbers.transpose(1, 2))
+
+    def value_sums(self, weights: torch.Tensor) -> torch.Tensor:
+        """Mean values summed with `weights` (n_kv_heads, n, n_clusters) float32: (n_kv_heads, n, value_dim)."""
+        transforms = self.transforms
+        numbers = transforms.value_prototypes.numbers(self.prototypes.value_codes)
+        total = weights.sum(-1, keepdim=True) * transforms.value_mean.unsqueeze(1)
+        return total + transforms.value_prototypes.restored(torch.bmm(weights, numbers))
+
+    def logit_deviation(self, query: torch.Tensor) -> torch.Tensor:
+        """Standard deviation of the logits of each cluster's keys: (n_kv_heads, n, n_clusters) float32.
+
+        `query` (n_kv_heads, n, key_dim) float32, scaled.
+        """
+        along = torch.bmm(query, self.transforms.key_axes.float().transpose(1, 2)).square_()
+        return torch.bmm(along, self.axis_variances().transpose(1, 2)).sqrt_()
+
+    def centroids(self) -> torch.Tensor:
+        """Centroids as they are attended: (n_kv_heads, n_clusters, key_dim) float32."""
+        basis = self.transforms.key_prototypes
+        return basis.restored(basis.numbers(self.prototypes.key_codes)) + self.transforms.key_mean.unsqueeze(1)
+
+    def mean_values(self) -> torch.Tensor:
+        """Mean values as they are attended: (n_kv_heads, n_clusters, value_dim) float32."""
+        basis = self.transforms.value_prototypes
+        return basis.restored(basis.numbers(self.prototypes.value_codes)) + self.transforms.value_mean.unsqueeze(1)
+
+    def all_rows(self) -> torch.Tensor:
+        """Every archived token's bytes, by KV head, cluster and position: (n_kv_heads, n_tokens, row_bytes) uint8.
+
+        Raises
+        ------
+        ArchiveCorruptError
+            If the checksum of a row group does not hold.
+        """
+        self.rows.require(np.arange(*self.groups))
+        sizes = self.sizes.cpu().long().flatten()
+        first = (self.address.cpu().long().flatten() + self.first_byte).repeat_interleave(sizes)
+        inside = torch.arange(len(first)) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+        return self._fetch(first + inside * self.row_bytes).view(len(self.sizes), -1, self.row_bytes)
+
+    def fetch(self, byte: torch.Tensor) -> torch.Tensor:
+        """The rows that begin at the bytes `byte` (n,) int64 of the file: (n, row_bytes) uint8 on the host.
+
+        Raises
+        ------
+        ArchiveCorruptError
+            If the checksum of a row group that is touched for the first time does not hold.
+        """
+        byte = byte.to(self.rows.mapped.device)
+        self.rows.require_bytes(byte, *self.groups)
+        return self._fetch(byte)
+
+    def _fetch(self, byte: torch.Tensor) -> torch.Tensor:
+        mapped = self.rows.mapped
+        n_starts = mapped.shape[0] - self.row_bytes + 1
+        return mapped.as_strided((n_starts, self.row_bytes), (1, 1)).index_select(0, byte)
+
+    @cached_property
+    def first_rows(self) -> torch.Tensor:
+        """Place of each cluster's first token among its head's: (n_kv_heads, n_clusters) int64."""
+        sizes = self.sizes.long()
+        return sizes.cumsum(1) - sizes
 
 
-def load_layer(
-    folder: Path, entry: LayerEntry, stored: torch.dtype, *, device: torch.device, dtype: torch.dtype
-) -> ArchivedLayer:
-    """Read one layer of an archive in `stored` for a model of `dtype` on `device`.
+def cluster_table(
+    prototypes: Prototypes,
+    transforms: LayerTransforms,
+    payload: Payload,
+    rows: RowsFile,
+    groups: tuple[int, int],
+    *,
+    n_tokens: int,
+    device: torch.device,
+) -> ClusterTable:
+    """Find where the clusters of a layer lie in its row groups [first, last); everything moves to `device`.
 
     Raises
     ------
     ArchiveCorruptError
-        If a file cannot be read, or the files disagree with each other.
-    NonFiniteError
-        If a number does not fit the model's dtype.
+        If sizes and row groups do not fit together.
     """
-    try:
-        exact = read_rows(folder / entry.exact_file)
-        shape = (entry.n_kv_heads, entry.exact_tokens)
-        both = from_bits(exact.payload, stored).reshape(*shape, -1)
-        keys, values = both[..., : entry.key_dim], both[..., entry.key_dim :]
-        bias = recall = None
-        if entry.clusters:
-            prototypes = read_prototypes(folder, entry, stored)
-            recall = _recall_tables(folder, entry, prototypes, stored)
-            keys = torch.cat([prototypes.centroids, keys], dim=1)
-            values = torch.cat([rounded(mean_values(recall), stored), values], dim=1)
-            correction = jensen_correction(prototypes.logit_variance)
-            bias = torch.cat([prototypes.sizes.float().log() + correction, torch.zeros(shape)], dim=1)
-    except (pa.ArrowException, OSError, RuntimeError, KeyError, ValueError) as error:
-        why = " ".join(str(error).split())  # Arrow breaks lines
-        raise ArchiveCorruptError(f"{str(folder)!r}: layer {entry.index} cannot be read ({why})") from error
-    keys, values = keys.to(device, dtype), values.to(device, dtype)
-    if dtype != stored and not bool(torch.isfinite(keys).all() & torch.isfinite(values).all()):
-        raise NonFiniteError(
-            f"{str(folder)!r}: layer {entry.index} does not fit {dtype} ({stored} archived); load the model in {stored}"
-        )
-    return ArchivedLayer(
-        index=entry.index,
-        window=entry.window,
-        keys=keys,
-        values=values,
-        bias=None if bias is None else bias.to(device),
-        exact_positions=exact.position.reshape(shape)[0].to(device),
-        recall=None if recall is None else _on_device(recall, device),
+    sizes = prototypes.sizes.long()  # (n_kv_heads, n_clusters)
+    if not bool((sizes.sum(1) == n_tokens).all()):
+        raise ArchiveCorruptError("sizes of clusters do not add up to the archived tokens of every KV head")
+    counts = (sizes > 0).sum(1)
+    flat = sizes[sizes > 0].numpy()
+    of_group = rows.groups.rows[slice(*groups)]
+    last = np.cumsum(of_group)
+    if int(last[-1] if len(last) else 0) != len(flat) or not set(np.cumsum(counts.numpy()).tolist()) <= set(last.tolist()):
+        raise ArchiveCorruptError("row groups and clusters do not fit together")
+    n_bytes = flat * payload.row_bytes + _LENGTH_BYTES
+    before = np.cumsum(n_bytes) - n_bytes
+    group = np.repeat(np.arange(len(of_group)), of_group)
+    first = last - of_group  # first cluster of each row group
+    ends = np.append(before[first[1:]], n_bytes.sum())
+    starts = [
+        payload_start(rows, groups[0] + place, int(stop - before[begin]) - _LENGTH_BYTES * int(count))
+        for place, (begin, stop, count) in enumerate(zip(first, ends, of_group, strict=True))
+    ]
+    address = np.asarray(starts)[group] + before - before[first[group]] + _LENGTH_BYTES
+    first_byte = int(address.min())
+    placed = torch.zeros_like(sizes)
+    placed[sizes > 0] = torch.from_numpy(address - first_byte)
+    return ClusterTable(
+        prototypes=on_device(prototypes, device),
+        transforms=transforms,
+        payload=payload,
+        rows=rows,
+        address=placed.to(smallest_dtype(int(address.max()) - first_byte)).to(device),
+        first_byte=first_byte,
+        groups=groups,
+        largest=int(flat.max()),
+        n_tokens=n_tokens,
+        padded=bool((counts < sizes.shape[1]).any()),
     )
 
 
-def whole_layer(layer: ArchivedLayer) -> ArchivedLayer:
-    """The same layer with every archived token decoded and held, so that attention over it estimates nothing."""
-    table = layer.recall
+def on_device(prototypes: Prototypes, device: torch.device) -> Prototypes:
+    """The same prototypes on `device`."""
+    return Prototypes(
+        key_codes=prototypes.key_codes.to(device),
+        value_codes=prototypes.value_codes.to(device),
+        sizes=prototypes.sizes.to(device),
+        spreads=prototypes.spreads.to(device),
+    )
+
+
+def whole_layer(layer: ArchivedLayer, positions: torch.Tensor) -> ArchivedLayer:
+    """The same layer with every archived token decoded and held, so that attention over it estimates nothing.
+
+    `positions` (n_kv_heads, n_tokens) int64 are those of the archived rows in the order of the file. Tokens are put in
+    order of position, the exact ones last.
+    """
+    table = layer.clusters
     if table is None:
         return layer
-    keys, values = decode_rows(table, layer.keys[:, : table.n_clusters])
-    exact = slice(table.n_clusters, None)
+    keys, values = decode_rows(table)
+    order = positions.argsort(1).unsqueeze(-1).to(keys.device)
+    keys, values = (
+        rounded(each.gather(1, order.expand_as(each)), held.dtype)
+        for each, held in zip((keys, values), (layer.keys, layer.values), strict=True)
+    )
     return ArchivedLayer(
         index=layer.index,
         window=layer.window,
-        keys=torch.cat([rounded(keys, layer.keys.dtype), layer.keys[:, exact]], dim=1),
-        values=torch.cat([rounded(values, layer.values.dtype), layer.values[:, exact]], dim=1),
-        bias=None,
-        exact_positions=layer.exact_positions,
-        recall=None,
+        keys=torch.cat([keys, layer.keys], dim=1),
+        values=torch.cat([values, layer.values], dim=1),
+        exact_positions=torch.cat([positions[0].sort().values.to(layer.exact_positions), layer.exact_positions]),
+        clusters=None,
     )
 
 
-def decode_rows(table: RecallTables, centroids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def decode_rows(table: ClusterTable) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys (n_kv_heads, n_tokens, key_dim) and values of all archived tokens, float32, in the order of the file."""
-    rows, payload = table.rows().to(centroids.device), table.payload
-    if payload.key_basis is None:
-        keys = payload.keys(rows).numbers
-    else:
-        base = centroids.float().flatten(0, 1).repeat_interleave(table.sizes.flatten(), dim=0)
-        keys = base.view(*rows.shape[:2], -1) + decode(rows[..., : payload.key_bytes], payload.key_basis)
-    return keys, decode_values(rows, payload)
+    rows, payload = table.all_rows().to(table.address.device), table.payload
+    sizes = table.sizes.long().flatten()
 
+    def of_tokens(prototypes: torch.Tensor) -> torch.Tensor:
+        return prototypes.flatten(0, 1).repeat_interleave(sizes, dim=0).view(*rows.shape[:2], -1)
 
-def mean_values(table: RecallTables) -> torch.Tensor:
-    """Mean value of each cluster as its rows decode: (n_kv_heads, n_clusters, value_dim) float32, 0 where empty."""
-    values = decode_values(table.rows(), table.payload).flatten(0, 1)
-    sums = torch.segment_reduce(values, "sum", lengths=table.sizes.flatten(), axis=0, initial=0)
-    return sums.view(*table.sizes.shape, -1) / table.sizes.clamp_min(1).unsqueeze(-1)
-
-
-def decode_values(rows: torch.Tensor, payload: Payload) -> torch.Tensor:
-    """Values (n_kv_heads, n_tokens, value_dim) float32 of `rows` (n_kv_heads, n_tokens, row_bytes) uint8."""
-    basis = payload.value_basis
-    if basis is None:
-        return payload.values(rows).numbers
-    return decode(rows[..., payload.key_bytes :], basis) + basis.mean.unsqueeze(1)
+    keys, values = payload.keys(rows), payload.values(rows)
+    if payload.key_basis is not None:
+        keys = keys + of_tokens(table.centroids())
+    if payload.value_basis is not None:
+        values = values + of_tokens(table.mean_values())
+    return keys, values
 
 
 def jensen_correction(logit_variance: torch.Tensor) -> torch.Tensor:
@@ -175,64 +296,3 @@ def jensen_correction(logit_variance: torch.Tensor) -> torch.Tensor:
     fails for widely spread clusters, hence the limit.
     """
     return (logit_variance / 2).clamp_max(MAX_CORRECTION)
-
-
-def recall_priority(logit_variance: torch.Tensor, value_spread: torch.Tensor) -> torch.Tensor:
-    """Weight of a cluster's mass when clusters are ranked, next to the spread of this query's logit inside it.
-
-    How far the cluster's values lie from the mean; the Jensen correction is taken out of the mass again. All ones where
-    no value differs from the mean.
-    """
-    if not bool((value_spread > 0).any()):
-        return torch.ones_like(value_spread)
-    return value_spread.sqrt() * (-jensen_correction(logit_variance)).exp()
-
-
-def _recall_tables(folder: Path, entry: LayerEntry, prototypes: Prototypes, stored: torch.dtype) -> RecallTables:
-    """The tables of a layer on the host."""
-    rows_path, sizes = folder / entry.rows_file, prototypes.sizes
-    payload, axes = read_payload(folder, entry, stored), read_key_axes(folder, entry)
-    if axes.shape[1] != prototypes.axis_scales.shape[2]:
-        raise ArchiveCorruptError(f"{entry.bases_file}: its axes and those of {entry.prototypes_file} disagree")
-    groups = row_groups(rows_path, payload.row_bytes)
-    flat = sizes.reshape(-1)
-    first_row = flat.cumsum(0) - flat  # archived rows lie head by head, cluster by cluster
-    used = torch.arange(sizes.shape[1]) < torch.tensor(entry.clusters).unsqueeze(1)
-    starts = torch.tensor(groups.first_row)
-    group = torch.searchsorted(starts, first_row, right=True) - 1  # row group of each cluster
-    inside = first_row + flat <= (starts + torch.tensor(groups.n_rows))[group]
-    if int(flat.sum()) != sum(groups.n_rows) or bool((sizes[used] < 1).any()) or not bool(inside.all()):
-        raise ArchiveCorruptError(f"{entry.rows_file}: cluster sizes and rows disagree")
-    if not bool((sizes.sum(1) == sizes[0].sum()).all()):
-        raise ArchiveCorruptError(f"{entry.prototypes_file}: KV heads have different numbers of tokens")
-    address = torch.tensor(groups.first_byte)[group] + (first_row - starts[group]) * payload.row_bytes
-    return RecallTables(
-        sizes=sizes,
-        priority=recall_priority(prototypes.logit_variance, prototypes.value_spread),
-        axes=axes,
-        axis_variances=axis_variances(prototypes.axis_scales),
-        address=address.reshape(sizes.shape),
-        mapped=map_file(rows_path),
-        groups=groups,
-        payload=payload,
-        largest=int(flat.max()),
-        n_tokens=int(sizes[0].sum()),
-        padded=not bool(used.all()),
-    )
-
-
-def _on_device(table: RecallTables, device: torch.device) -> RecallTables:
-    """The same tables with all but the mapped rows on `device`."""
-    return RecallTables(
-        sizes=table.sizes.to(device),
-        priority=table.priority.to(device),
-        axes=table.axes.to(device),
-        axis_variances=table.axis_variances.to(device),
-        address=table.address.to(device),
-        mapped=table.mapped,
-        groups=table.groups,
-        payload=table.payload.to(device),
-        largest=table.largest,
-        n_tokens=table.n_tokens,
-        padded=table.padded,
-    )

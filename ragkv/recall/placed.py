@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 
 from ragkv.errors import ConfigError
-from ragkv.recall.layers import ArchivedLayer, RecallTables
+from ragkv.recall.layers import ArchivedLayer, ClusterTable
 
 _LEAST_WEIGHT, _MOST_WEIGHT = 0.01, 100  # beyond, logits leave what float32 and a softmax can tell apart
 
@@ -23,22 +23,22 @@ class Part:
     """What a request attends to of one document in one layer.
 
     ``turn`` (key_dim, key_dim) float32 is what its queries are multiplied with, None where the document stands where it
-    was prefilled. ``bias`` (n_kv_heads, n_held) float32 is the layer's own, -inf at tokens that are left out; None
-    where there is nothing to add. The first ``n_prefix`` positions of the document are prefix.
+    was prefilled. ``exact_bias`` (n_exact,) float32 is added to the logits of exact tokens, -inf at those that are left
+    out; None where there is nothing to add. The first ``n_prefix`` positions of the document are prefix.
     """
 
     layer: ArchivedLayer
     turn: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
+    exact_bias: torch.Tensor | None = None
     n_prefix: int = 0
 
     @property
     def n_held(self) -> int:
-        return self.layer.keys.shape[1]
+        return self.layer.n_held
 
     @property
     def n_clusters(self) -> int:
-        return 0 if self.layer.recall is None else self.layer.recall.n_clusters
+        return self.layer.n_clusters
 
     def in_document(self) -> torch.Tensor:
         """Which of the held keys are not prefix: (n_held,) boolean."""
@@ -105,7 +105,7 @@ class PlacedLayer:
 
     @cached_property
     def sizes(self) -> torch.Tensor | None:
-        """Sizes of all clusters, documents one after another: (n_kv_heads, n_clusters) int64; None without clusters."""
+        """Sizes of all clusters, documents one after another: (n_kv_heads, n_clusters) integer; None without clusters."""
         sizes = [table.sizes for table in self._tables]
         return torch.cat(sizes, dim=1) if len(sizes) > 1 else next(iter(sizes), None)
 
@@ -126,10 +126,10 @@ class PlacedLayer:
         return torch.cat([part.in_document() for part in self.parts])
 
     @property
-    def _tables(self) -> list[RecallTables]:
-        return [part.layer.recall for part in self.parts if part.layer.recall is not None]
+    def _tables(self) -> list[ClusterTable]:
+        return [part.layer.clusters for part in self.parts if part.layer.clusters is not None]
 
 
 def alone(layer: ArchivedLayer) -> PlacedLayer:
     """A single document where it was prefilled."""
-    return PlacedLayer((Part(layer, bias=layer.bias),))
+    return PlacedLayer((Part(layer),))

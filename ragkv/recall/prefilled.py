@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ragkv.archive.tables import NO_OFFSET, TokenTable
+from ragkv.archive.tokens import NO_OFFSET, TokenTable
 from ragkv.model.load import LoadedModel
 from ragkv.model.prefill import CapturedLayer, captured_layers, prefill_cache
 from ragkv.model.prompt import PromptLayout, tokenize_prompt
@@ -30,7 +30,7 @@ class PrefilledDocument:
     tokens: TokenTable
     prefix_tokens: int
     layers: tuple[ArchivedLayer, ...]
-    recall: RecallPolicy = field(default_factory=RecallPolicy)
+    policy: RecallPolicy = field(default_factory=RecallPolicy)
     disk_bytes: int = 0
 
     @property
@@ -52,6 +52,9 @@ class PrefilledDocument:
     def whole_layer(self, index: int) -> ArchivedLayer:
         """The layer itself: nothing of it is archived."""
         return self.layers[index]
+
+    def require_unchanged(self) -> None:
+        """Nothing on disk is behind it."""
 
     def positions(self, index: int) -> torch.Tensor:
         """Positions of archived rows: there are none, (n_kv_heads, 0) int64."""
@@ -104,7 +107,6 @@ def held_layer(index: int, layer: CapturedLayer, *, window: int | None) -> Archi
         window=window,
         keys=layer.keys,
         values=layer.values,
-        bias=None,
         exact_positions=torch.arange(first, first + layer.keys.shape[1], device=layer.keys.device),
-        recall=None,
+        clusters=None,
     )

@@ -58,7 +58,7 @@ def _first_tokens(before: Composition, document: Document, count: int) -> list[A
     before.model.model.get_decoder()(**before.pad([ids]), cache=cache, use_cache=True)
     positions = torch.arange(before.n_tokens, before.n_tokens + len(ids), device=before.model.model.device)
     return [
-        ArchivedLayer(shape.index, shape.window, keys[0], values[0], None, positions, None)
+        ArchivedLayer(shape.index, shape.window, keys[0], values[0], positions, None)
         for shape, (keys, values) in zip(before.shape.layers, layer_tensors(cache), strict=True)
     ]
 
@@ -70,9 +70,8 @@ def _joined(pieces: list[ArchivedLayer]) -> ArchivedLayer:
         window=first.window,
         keys=torch.cat([piece.keys for piece in pieces], dim=1),
         values=torch.cat([piece.values for piece in pieces], dim=1),
-        bias=None,
         exact_positions=torch.cat([piece.exact_positions for piece in pieces]),
-        recall=None,
+        clusters=None,
     )
 
 
@@ -80,7 +79,7 @@ def _check_exact(document: Document, count: int) -> None:
     """Tokens can only be replaced where they are attended one by one."""
     start, end = document.prefix_tokens, min(document.prefix_tokens + count, document.n_tokens)
     for layer in document.layers:
-        if layer.recall is None:
+        if layer.clusters is None:
             continue
         held = int(((layer.exact_positions >= start) & (layer.exact_positions < end)).sum())
         if held < end - start:
