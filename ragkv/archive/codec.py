@@ -94,9 +94,7 @@ class Basis:
         return Basis(widths=self.widths, rows=self.rows.to(device))
 
 
-def fit_basis(
-    vectors: torch.Tensor, bits: float, *, metric: torch.Tensor | None = None, pairs: bool = True
-) -> Basis:
+def fit_basis(vectors: torch.Tensor, bits: float, *, metric: torch.Tensor | None = None, pairs: bool = True) -> Basis:
     """Choose transform and widths for `vectors` (n_kv_heads, n, dim), `bits` per number on average.
 
     `metric` (n_kv_heads, dim, dim), symmetric, is A where the error of a vector e counts as ``|A e|^2``; plain squared

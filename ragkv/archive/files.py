@@ -48,9 +48,9 @@ def system_errors(what: str) -> Iterator[None]:
     except RagkvError:
         raise
     except (MemoryError, pa.ArrowMemoryError) as error:
-        raise ArchiveReadError(f"{what} cannot be read: no memory left; close archives, or give the process more") from (
-            error
-        )
+        raise ArchiveReadError(
+            f"{what} cannot be read: no memory left; close archives, or give the process more"
+        ) from (error)
     except OSError as error:
         if error.errno in ABSENT:
             raise ArchiveNotFoundError(f"{what} is not there") from error

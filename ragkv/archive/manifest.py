@@ -212,7 +212,10 @@ def _layer(place: int, entry: dict[str, Any]) -> LayerEntry:
         index=whole(f"{where}.index", entry["index"]),
         window=None if window is None else whole(f"{where}.window", window),
         clusters=tuple(whole(f"{where}.clusters", count) for count in entry["clusters"]),
-        **{name: whole(f"{where}.{name}", entry[name]) for name in ("n_kv_heads", "key_dim", "value_dim", "exact_tokens")},
+        **{
+            name: whole(f"{where}.{name}", entry[name])
+            for name in ("n_kv_heads", "key_dim", "value_dim", "exact_tokens")
+        },
     )
     if layer.index != place:
         raise ValueError(f"{where}.index is {layer.index}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,16 +20,16 @@ _OPTIONS = {
 _LARGEST_HEADERS = 1 << 16  # page headers of all columns together
 
 
-def write_plain(path: Path, schema: pa.Schema, columns: list[pa.Array]) -> None:
-    """Write a table as one row group of PLAIN columns."""
-    table = pa.Table.from_arrays(columns, schema=schema)
+def plain_bytes(schema: pa.Schema, columns: list[pa.Array]) -> bytes:
+    """The bytes of a file that holds a table as one row group of PLAIN columns."""
+    table, sink = pa.Table.from_arrays(columns, schema=schema), pa.BufferOutputStream()
     encodings = {field.name: "PLAIN" for field in schema}
-    with path.open("wb") as handle:
-        pq.write_table(table, handle, row_group_size=max(1, len(table)), column_encoding=encodings, **_OPTIONS)
+    pq.write_table(table, sink, row_group_size=max(1, len(table)), column_encoding=encodings, **_OPTIONS)
+    return bytes(sink.getvalue())
 
 
 def read_plain(name: str, raw: bytes, schema: pa.Schema) -> pa.Table:
-    """The table in the bytes of a file of `write_plain` with this schema.
+    """The table in the bytes of a file of `plain_bytes` with this schema.
 
     Raises
     ------

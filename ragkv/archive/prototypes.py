@@ -18,7 +18,7 @@ import torch
 from ragkv.archive.centroids import CENTROIDS_FILE, read_centroids, write_centroids
 from ragkv.archive.files import system_errors
 from ragkv.archive.manifest import LayerEntry
-from ragkv.archive.parquet import binary_column, integers, read_binary, read_plain, write_plain
+from ragkv.archive.parquet import binary_column, integers, plain_bytes, read_binary, read_plain
 from ragkv.errors import ArchiveCorruptError
 
 PROTOTYPES_FILE = "prototypes.parquet"
@@ -64,7 +64,8 @@ def write_prototypes(folder: Path, layers: Mapping[int, Prototypes]) -> None:
     whole = [torch.cat(layer_of), torch.cat(head_of), sizes]
     schema = _schema(values.shape[1], spreads.shape[1])
     columns = [pa.array(each.numpy().astype(np.int32)) for each in whole]
-    write_plain(folder / PROTOTYPES_FILE, schema, [*columns, binary_column(values), binary_column(spreads)])
+    raw = plain_bytes(schema, [*columns, binary_column(values), binary_column(spreads)])
+    (folder / PROTOTYPES_FILE).write_bytes(raw)
     (folder / CENTROIDS_FILE).write_bytes(write_centroids(keys))
 
 

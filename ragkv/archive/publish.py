@@ -31,26 +31,28 @@ _BLOCK = 1 << 20
 
 
 @contextmanager
-def staging(path: Path, keep: Callable[[Path], bool] | None = None) -> Iterator[Path]:
+def staging(path: Path, keep: Callable[[Path], bool] | None = None, *, rubble: bool = False) -> Iterator[Path]:
     """Yield a temporary folder that becomes `path` when the block ends, and is removed if it raises.
 
     An archive at `path` is replaced, unless `keep(path)` says that it stays: then the new one is dropped. `keep` is
-    called under the lock of `publishing_in`. Any other file or folder at `path` is left alone and refused. What dead
-    builds left in the same folder is cleared away first.
+    called under the lock of `publishing_in`. Any other file or folder at `path` is left alone and refused, unless it is
+    known to be `rubble`: then it is replaced, too. What dead builds left in the same folder is cleared away first.
     """
-    path = path.resolve()  # a link to an archive stays, and what it points to is replaced
+    if not rubble:
+        path = path.resolve()  # a link to an archive stays, and what it points to is replaced
     token = f".{path.name}.{secrets.token_hex(6)}"
     folder, aside, alive = (path.parent / f"{token}{suffix}" for suffix in (_BUILDING, _ASIDE, _ALIVE))
     with _writing(path), ExitStack() as stack:
         path.parent.mkdir(parents=True, exist_ok=True)
         with publishing_in(path.parent):
             _sweep(path.parent)
-            _check_place(path)
+            if not rubble:
+                _check_place(path)
             stack.callback(_drop, folder, alive)
             stack.enter_context(_holding(alive))
             folder.mkdir()
         yield folder
-        _replace(folder, path, aside, keep)
+        _replace(folder, path, aside, keep, rubble=rubble)
 
 
 def check_place(path: Path) -> None:
@@ -175,23 +177,24 @@ def _is_archive(path: Path) -> bool:
     return stamp_of(path / MANIFEST_FILE) is not None
 
 
-def _replace(folder: Path, path: Path, aside: Path, keep: Callable[[Path], bool] | None) -> None:
+def _replace(folder: Path, path: Path, aside: Path, keep: Callable[[Path], bool] | None, *, rubble: bool) -> None:
     """Rename `folder` to `path`; an archive in the way is kept, or moved aside first and removed afterwards."""
     with publishing_in(path.parent):
-        _check_place(path)  # again: the build took its time
+        if not rubble:
+            _check_place(path)  # again: the build took its time
         stands = _is_archive(path)
         if keep is not None and stands and keep(path):
             return
         try:
-            if stamp_of(path) is not None:
+            if os.path.lexists(path):
                 path.rename(aside)
             folder.rename(path)
         except OSError:
-            if stamp_of(aside) is not None and stamp_of(path) is None:
+            if os.path.lexists(aside) and not os.path.lexists(path):
                 aside.rename(path)
             raise
         fsync_folder(path.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    delete(aside)
 
 
 def _drop(folder: Path, alive: Path) -> None:
@@ -200,26 +203,39 @@ def _drop(folder: Path, alive: Path) -> None:
         alive.unlink(missing_ok=True)
 
 
-def _sweep(parent: Path, *, only: str | None = None) -> None:
-    """Clear up after dead builds; under the lock of `publishing_in`, so that no build begins or ends meanwhile."""
-    tokens = {}
-    for found in parent.iterdir():
-        match = _LEFT.fullmatch(found.name)
+def leftovers(parent: Path, *, only: str | None = None) -> list[tuple[Path, Path, Path, Path]]:
+    """What dead builds left in `parent`: target, folder that was built, archive put aside, and lock, of each.
+
+    Call it under the lock of `publishing_in`, so that no build begins or ends meanwhile.
+    """
+    tokens: dict[str, str] = {}
+    for entry in parent.iterdir():
+        match = _LEFT.fullmatch(entry.name)
         if match is not None and only in (None, match["name"]):
             tokens[match["token"]] = match["name"]
+    found = []
     for token, name in sorted(tokens.items()):
         folder, aside, alive = (parent / f".{name}.{token}{suffix}" for suffix in (_BUILDING, _ASIDE, _ALIVE))
-        if _is_alive(alive):
-            continue
-        target = parent / name
-        if _is_archive(aside) and stamp_of(target) is None:
+        if not _is_alive(alive):
+            found.append((parent / name, folder, aside, alive))
+    return found
+
+
+def _sweep(parent: Path, *, only: str | None = None) -> None:
+    """Clear up after dead builds, under the lock of `publishing_in`."""
+    for target, folder, aside, alive in leftovers(parent, only=only):
+        if _is_archive(aside) and not os.path.lexists(target):
             aside.rename(target)
-        for left in (folder, aside):
-            if left.is_dir() and not left.is_symlink():
-                shutil.rmtree(left, ignore_errors=True)
-            else:
-                left.unlink(missing_ok=True)
-        alive.unlink(missing_ok=True)
+        for left in (folder, aside, alive):
+            delete(left)
+
+
+def delete(path: Path) -> None:
+    """Delete a folder and what is in it, a file, or a link but not what it points to; what is not there is no matter."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _is_alive(alive: Path) -> bool:

@@ -237,9 +237,7 @@ class RowsFile:
             try:
                 self.stamp = _stamp(os.fstat(descriptor))
                 if self.stamp[2] != expected.bytes or expected.bytes < 2 * _TAIL:
-                    raise ArchiveCorruptError(
-                        f"{ROWS_FILE}: {self.stamp[2]} bytes, the manifest says {expected.bytes}"
-                    )
+                    raise ArchiveCorruptError(f"{ROWS_FILE}: {self.stamp[2]} bytes, the manifest says {expected.bytes}")
                 self._map = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
             finally:
                 os.close(descriptor)
@@ -278,7 +276,12 @@ class RowsFile:
             start[place], stop[place] = end, payload.data_page_offset + payload.total_compressed_size
             data[place], rows[place] = payload.data_page_offset, group.num_rows
             plain = payload.compression == "UNCOMPRESSED" and set(payload.encodings) <= {"PLAIN", "RLE"}
-            if not plain or first != end or not end < data[place] < stop[place] <= self._footer_start or not rows[place]:
+            if (
+                not plain
+                or first != end
+                or not end < data[place] < stop[place] <= self._footer_start
+                or not rows[place]
+            ):
                 raise ArchiveCorruptError(f"{ROWS_FILE}: row group {place} is not laid out as the format says")
             end = int(stop[place])
         if n_groups and end > self._footer_start:
@@ -348,7 +351,9 @@ def payload_start(rows: RowsFile, group: int, n_bytes: int) -> int:
     size = int(groups.stop[group] - groups.data[group])
     header = size - n_bytes - _LENGTH_BYTES * int(groups.rows[group])
     if not 0 < header <= _MAX_PAGE_HEADER:
-        raise ArchiveCorruptError(f"{ROWS_FILE}: row group {group} does not hold the bytes that its clusters' sizes say")
+        raise ArchiveCorruptError(
+            f"{ROWS_FILE}: row group {group} does not hold the bytes that its clusters' sizes say"
+        )
     return int(groups.data[group]) + header
 
 

@@ -121,7 +121,9 @@ def _read(
                 value_bytes=value_bytes,
                 n_axes=n_axes,
             )
-        return Snapshot(path, manifest, tokens, rows, exact, shared, prototypes, _layer_groups(rows, manifest, n_groups))
+        return Snapshot(
+            path, manifest, tokens, rows, exact, shared, prototypes, _layer_groups(rows, manifest, n_groups)
+        )
 
 
 def check_counts(manifest: Manifest) -> None:
@@ -145,7 +147,9 @@ def check_counts(manifest: Manifest) -> None:
                 f"{list(entry.clusters)[:3]}, against its window and the counts"
             )
         if entry.clusters and not max(entry.clusters) <= min(archived, manifest.clusters_asked):
-            raise ArchiveCorruptError(f"{MANIFEST_FILE}: layer {entry.index} has more clusters than tokens, or than asked")
+            raise ArchiveCorruptError(
+                f"{MANIFEST_FILE}: layer {entry.index} has more clusters than tokens, or than asked"
+            )
     recipe.check_layers(len(manifest.layers))
 
 
@@ -165,7 +169,9 @@ def _read_exact(rows: RowsFile, manifest: Manifest) -> tuple[dict[int, ExactToke
     ends = np.cumsum(rows.groups.rows)
     n_groups = int(np.searchsorted(ends, len(wanted))) + 1 if wanted else 0
     if wanted and (n_groups > len(ends) or ends[n_groups - 1] != len(wanted)):
-        raise ArchiveCorruptError(f"{ROWS_FILE}: its first row groups are not the exact tokens of every layer and KV head")
+        raise ArchiveCorruptError(
+            f"{ROWS_FILE}: its first row groups are not the exact tokens of every layer and KV head"
+        )
     empty = {entry.index: _exact(entry, manifest, torch.empty(0, dtype=torch.int64), []) for entry in manifest.layers}
     if not wanted:
         return empty, 0
@@ -179,7 +185,9 @@ def _read_exact(rows: RowsFile, manifest: Manifest) -> tuple[dict[int, ExactToke
         positions = exact_positions(manifest, entry)
         n_all = entry.n_kv_heads * len(positions)
         if not torch.equal(flat[at : at + n_all], positions.repeat(entry.n_kv_heads)):
-            raise ArchiveCorruptError(f"{ROWS_FILE}: layer {entry.index} has exact tokens at other positions than it should")
+            raise ArchiveCorruptError(
+                f"{ROWS_FILE}: layer {entry.index} has exact tokens at other positions than it should"
+            )
         empty[entry.index] = _exact(entry, manifest, positions, raw[row : row + entry.n_kv_heads])
         at, row = at + n_all, row + entry.n_kv_heads
     return empty, n_groups
@@ -191,7 +199,9 @@ def _exact(entry: LayerEntry, manifest: Manifest, positions: torch.Tensor, raw: 
         exact_bytes(dim, codec, dtype) for dim, codec in zip((entry.key_dim, entry.value_dim), codecs, strict=True)
     )
     if any(len(own) != len(positions) * (key_bytes + value_bytes) for own in raw):
-        raise ArchiveCorruptError(f"{ROWS_FILE}: layer {entry.index} has exact tokens of another length than its recipe's")
+        raise ArchiveCorruptError(
+            f"{ROWS_FILE}: layer {entry.index} has exact tokens of another length than its recipe's"
+        )
     joined = torch.frombuffer(bytearray(b"".join(raw)), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
     both = joined.view(entry.n_kv_heads, len(positions), key_bytes + value_bytes)
     keys = decode_exact(both[..., :key_bytes], codecs[0], dtype)
@@ -218,9 +228,7 @@ def _layer_groups(rows: RowsFile, manifest: Manifest, first: int) -> dict[int, t
     return found
 
 
-def _transforms(
-    path: Path, manifest: Manifest, sha256: str, given: Callable[[str], Transforms] | None
-) -> Transforms:
+def _transforms(path: Path, manifest: Manifest, sha256: str, given: Callable[[str], Transforms] | None) -> Transforms:
     own = manifest.files.get(TRANSFORMS_FILE)
     if own is not None:
         return read_transforms(read_checked(path, TRANSFORMS_FILE, own))

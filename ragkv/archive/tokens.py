@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ragkv.archive.parquet import read_plain, write_plain
+from ragkv.archive.parquet import plain_bytes, read_plain
 from ragkv.errors import ArchiveCorruptError
 from ragkv.model.prompt import PromptTokens
 
@@ -36,7 +36,8 @@ def write_tokens(folder: Path, tokens: PromptTokens) -> None:
         [NO_OFFSET] * n_prefix + [start for start, _ in tokens.offsets],
         [NO_OFFSET] * n_prefix + [end for _, end in tokens.offsets],
     )
-    write_plain(folder / TOKENS_FILE, _SCHEMA, [pa.array(column, pa.int32()) for column in columns])
+    raw = plain_bytes(_SCHEMA, [pa.array(column, pa.int32()) for column in columns])
+    (folder / TOKENS_FILE).write_bytes(raw)
 
 
 def read_tokens(raw: bytes, n_tokens: int) -> TokenTable:

@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +17,7 @@ import torch
 
 from ragkv.archive.codec import Basis, Widths
 from ragkv.archive.files import system_errors
-from ragkv.archive.parquet import integers, read_plain, write_plain
+from ragkv.archive.parquet import integers, plain_bytes, read_plain
 from ragkv.archive.payload import Payload, from_bits, to_bits
 from ragkv.errors import ArchiveCorruptError
 
@@ -92,8 +91,8 @@ class Transforms:
         return sum(layer.resident_bytes for layer in self.layers.values())
 
 
-def write_transforms(path: Path, layers: Mapping[int, LayerTransforms]) -> Transforms:
-    """Write transforms in order of layer and KV head; returns them with the SHA-256 of the file."""
+def transforms_bytes(layers: Mapping[int, LayerTransforms]) -> bytes:
+    """The bytes of a file of transforms, in order of layer and KV head."""
     columns: dict[str, list[object]] = {name: [] for name in _SCHEMA.names}
     for index, layer in sorted(layers.items()):
         n_heads = len(layer.key_mean)
@@ -111,8 +110,7 @@ def write_transforms(path: Path, layers: Mapping[int, LayerTransforms]) -> Trans
             columns["key_axes"].append(_bits(layer.key_axes[head]))
             moment = layer.query_moment
             columns["query_moment"].append(b"" if moment is None else _bits(moment[head].to(torch.bfloat16)))
-    write_plain(path, _SCHEMA, [pa.array(columns[field.name], field.type) for field in _SCHEMA])
-    return Transforms(hashlib.sha256(path.read_bytes()).hexdigest(), dict(layers))
+    return plain_bytes(_SCHEMA, [pa.array(columns[field.name], field.type) for field in _SCHEMA])
 
 
 def read_transforms(raw: bytes) -> Transforms:
@@ -131,7 +129,9 @@ def read_transforms(raw: bytes) -> Transforms:
         for start, stop in zip(starts, [*starts[1:], len(layer_of)], strict=True):
             index, n_heads = int(layer_of[start]), stop - start
             if index in found or head_of[start:stop].tolist() != list(range(n_heads)):
-                raise ArchiveCorruptError(f"{TRANSFORMS_FILE}: its rows are not one for each layer and KV head in order")
+                raise ArchiveCorruptError(
+                    f"{TRANSFORMS_FILE}: its rows are not one for each layer and KV head in order"
+                )
             found[index] = _read_layer(table.slice(start, n_heads))
     return Transforms(hashlib.sha256(raw).hexdigest(), found)
 

@@ -61,7 +61,9 @@ def verify_archive(path: str | Path, *, transforms: Callable[[str], Transforms] 
             damaged.append(group)
             faults.append(f"{ROWS_FILE}: the SHA-256 of row group {group} is not that of its footer")
     for entry in snapshot.manifest.layers:
-        if entry.clusters and not any(first <= g < last for g in damaged for first, last in [snapshot.groups[entry.index]]):
+        if entry.clusters and not any(
+            first <= g < last for g in damaged for first, last in [snapshot.groups[entry.index]]
+        ):
             faults += _collected(f"{ROWS_FILE}: layer {entry.index}", _layer_faults(snapshot, entry))
     return faults
 

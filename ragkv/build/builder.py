@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from ragkv.archive.manifest import LayerEntry, Manifest, read_manifest
 from ragkv.archive.prototypes import write_prototypes
 from ragkv.archive.rows import ROWS_FILE, RowsWriter
 from ragkv.archive.tokens import write_tokens
-from ragkv.archive.transforms import TRANSFORMS_FILE, LayerTransforms, Transforms, write_transforms
+from ragkv.archive.transforms import TRANSFORMS_FILE, LayerTransforms, Transforms, transforms_bytes
 from ragkv.archive.verify import is_sound
 from ragkv.build.layer import (
     ClusteredLayer,
@@ -147,32 +148,11 @@ def build_archive(
         If the model computed a NaN or infinite key or value.
     """
     request = BuildRequest.of(model, document, recipe=recipe, layout=layout, document_name=document_name)
-    return build(request, path, on_progress=on_progress)
-
-
-@torch.no_grad()
-def build(
-    request: BuildRequest,
-    path: str | Path,
-    *,
-    transforms: Transforms | None = None,
-    keep: Callable[[Path], bool] | None = None,
-    on_progress: Progress | None = None,
-) -> BuildResult:
-    """The part of `build_archive` after the tokenizer; options as in `write_archive`."""
     publish.check_place(Path(path).resolve())
     started = time.perf_counter()
-    cache = request.prefill(_stage(on_progress, "prefill"))
+    cache = request.prefill(stage(on_progress, "prefill"))
     prefill_s = time.perf_counter() - started
-    return write_archive(
-        request,
-        cache,
-        path,
-        transforms=transforms,
-        keep=keep,
-        prefill_s=prefill_s,
-        on_progress=_stage(on_progress, "cluster"),
-    )
+    return write_archive(request, cache, path, prefill_s=prefill_s, on_progress=stage(on_progress, "cluster"))
 
 
 @torch.no_grad()
@@ -183,6 +163,7 @@ def write_archive(
     *,
     transforms: Transforms | None = None,
     keep: Callable[[Path], bool] | None = None,
+    rubble: bool = False,
     prefill_s: float = 0.0,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> BuildResult:
@@ -195,6 +176,8 @@ def write_archive(
     keep
         Asked of an archive that stands at `path` when this one is done. Where it says true that one stays, this one is
         dropped, and the result still describes this one.
+    rubble
+        Replace whatever stands at `path`.
     on_progress
         Called with (layers done, layers in all).
     """
@@ -205,7 +188,7 @@ def write_archive(
     windows = [layer.window for layer in shape.layers]
     clusters = span.tail > span.head and None in windows
     moments = _moments(request, cache, transforms) if clusters else {}
-    with publish.staging(Path(path), keep) as folder:
+    with publish.staging(Path(path), keep, rubble=rubble) as folder:
         coded, own, entries, asked = {}, {}, [], 0
         with RowsWriter(folder / ROWS_FILE) as rows:
             for index, layer in enumerate(captured):
@@ -227,8 +210,9 @@ def write_archive(
         if clusters:
             write_prototypes(folder, {index: each.prototypes for index, each in coded.items()})
             if named is None:
-                plain = Transforms("", own).without_moments()
-                named = write_transforms(folder / TRANSFORMS_FILE, plain.layers).sha256
+                raw = transforms_bytes(Transforms("", own).without_moments().layers)
+                (folder / TRANSFORMS_FILE).write_bytes(raw)
+                named = hashlib.sha256(raw).hexdigest()
         manifest = publish.seal(folder, _manifest(request, captured, span, tuple(entries), asked, named))
     misfit = max((each.misfit for each in coded.values()), default=1.0)
     if transforms is not None and misfit > MISFIT:
@@ -284,8 +268,9 @@ def is_current(model: LoadedModel, document: str, path: str | Path, *, recipe: R
     return same_dtype and same and is_sound(path, manifest)
 
 
-def _stage(on_progress: Progress | None, stage: str) -> Callable[[int, int], None] | None:
-    return None if on_progress is None else lambda done, total: on_progress(stage, done, total)
+def stage(on_progress: Progress | None, name: str) -> Callable[[int, int], None] | None:
+    """A callback of (done, total) that reports the stage `name`."""
+    return None if on_progress is None else lambda done, total: on_progress(name, done, total)
 
 
 def _moments(request: BuildRequest, cache: DynamicCache, transforms: Transforms | None) -> Mapping[int, torch.Tensor]:
@@ -301,9 +286,7 @@ def _moments(request: BuildRequest, cache: DynamicCache, transforms: Transforms 
     return {index: moment.to(torch.bfloat16).float() for index, moment in found.items()}
 
 
-def _own_or_shared(
-    part: ClusteredLayer, recipe: Recipe, index: int, transforms: Transforms | None
-) -> LayerTransforms:
+def _own_or_shared(part: ClusteredLayer, recipe: Recipe, index: int, transforms: Transforms | None) -> LayerTransforms:
     if transforms is None:
         return fit_layer([part], recipe, index)
     if index not in transforms.layers:
@@ -358,4 +341,3 @@ def _manifest(
         transforms=transforms,
         files={},
     )
-

@@ -90,9 +90,7 @@ def exact_payload(layer: CapturedLayer, positions: torch.Tensor, codecs: tuple[s
     return torch.cat([encode_exact(tensor[:, own], codec) for tensor, codec in pairs], dim=-1)
 
 
-def cluster_layer(
-    layer: CapturedLayer, span: Span, recipe: Recipe, *, moment: torch.Tensor | None
-) -> ClusteredLayer:
+def cluster_layer(layer: CapturedLayer, span: Span, recipe: Recipe, *, moment: torch.Tensor | None) -> ClusteredLayer:
     """Group the archived tokens of a global layer."""
     keys, values = (tensor[:, span.head : span.tail] for tensor in (layer.keys, layer.values))
     clusters = cluster_keys(keys, recipe, values=values, query_moment=moment)
@@ -230,9 +228,7 @@ def _coded(
     return to_bits(tensor) if basis is None else encode(residuals, basis, metric=metric)
 
 
-def _misfit(
-    residuals: torch.Tensor, coded: torch.Tensor, basis: Basis | None, metric: torch.Tensor | None
-) -> float:
+def _misfit(residuals: torch.Tensor, coded: torch.Tensor, basis: Basis | None, metric: torch.Tensor | None) -> float:
     """Squared error of codes as a multiple of what a basis of their own would leave; 1 where nothing is coded."""
     if basis is None:
         return 1.0
@@ -242,4 +238,3 @@ def _misfit(
     variance, _, _ = principal_axes(sample, metric)
     own = expected_distortion(variance, allocate(variance, basis.widths.n_bytes))
     return found / own if own > 0 else 1.0
-

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ragkv.build.builder import Progress, build_from_tokens
+from ragkv.archive.files import Stamp
+from ragkv.build.builder import BuildRequest, Progress, fit_transforms, stage, write_archive
 from ragkv.catalog.folder import CatalogEntry, CatalogFolder, GcResult, as_built, find_entry, with_match
 from ragkv.catalog.head import CatalogHead, has_head, read_head, write_head
+from ragkv.catalog.transforms import SharedTransforms
 from ragkv.errors import ArchiveCorruptError, ConfigError, ModelMismatchError, RagkvError
 from ragkv.model.fingerprint import Fingerprint, require_match
 from ragkv.model.load import LoadedModel
@@ -43,6 +44,7 @@ class Catalog:
         self.model = model
         self._head = head
         self._folder = CatalogFolder(path, head)
+        self._transforms = SharedTransforms(path)
         self._max_open = max_open
         self._slots: OrderedDict[str, _Slot] = OrderedDict()
         self._lock = threading.Lock()
@@ -55,7 +57,9 @@ class Catalog:
         *,
         layout: PromptLayout | None = None,
         recipe: Recipe | None = None,
+        texts: Sequence[str] = (),
         max_open: int = MAX_OPEN,
+        on_progress: Progress | None = None,
     ) -> Catalog:
         """Make a catalog in the folder `path`, or open the one that is there, whoever makes it first.
 
@@ -63,7 +67,11 @@ class Catalog:
         ----------
         layout, recipe
             Of every document. Default to those of the catalog that is there, else to the model's own layout and
-            `Recipe()`.
+            `Recipe()`. What a recipe recalls by default may differ from the catalog's.
+        texts
+            What the transforms of the catalog are fitted on: a few texts like those that it will hold, of some thousand
+            tokens together. By default they are fitted on the first document that is added. Left alone where there are
+            transforms already.
         max_open
             Archives that `archive` keeps open; the one that was not asked for longest is let go.
 
@@ -85,10 +93,15 @@ class Catalog:
             write_head(path, head)
         head = read_head(path)  # also after writing: another process may have come first
         _check_model(Path(path), head, model)
-        for name, ours, asked in (("layout", head.layout, layout), ("recipe", head.recipe, recipe)):
+        settings = [("layout", head.layout.to_dict(), layout and layout.to_dict())]
+        settings.append(("recipe", head.recipe.identity(), recipe and recipe.identity()))
+        for name, ours, asked in settings:
             if asked is not None:
-                _check_same(f"catalog {str(path)!r}: {name}", ours.to_dict(), asked.to_dict())
-        return cls(Path(path), head, model, max_open)
+                _check_same(f"catalog {str(path)!r}: {name}", ours, asked)
+        catalog = cls(Path(path), head, model, max_open)
+        if texts:
+            catalog.fit_transforms(texts, on_progress=on_progress)
+        return catalog
 
     @classmethod
     def open(cls, path: str | Path, model: LoadedModel | None = None, *, max_open: int = MAX_OPEN) -> Catalog:
@@ -117,6 +130,13 @@ class Catalog:
     def recipe(self) -> Recipe:
         """The recipe of every document."""
         return self._head.recipe
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that the archives held open take in memory, and the transforms that they share."""
+        with self._lock:
+            held = [slot.archive for slot in self._slots.values() if slot.archive is not None]
+        return self._transforms.resident_bytes + sum(archive.resident_bytes for archive in held)
 
     @property
     def model_name(self) -> str:
@@ -153,30 +173,62 @@ class Catalog:
         if read_head(self.path) != self._head:
             raise ConfigError(f"catalog {str(self.path)!r} is another one than when it was opened; open it again")
         document_id, built = self._id(tokens), False
+        request = BuildRequest(
+            model=model,
+            tokens=tokens,
+            layout=self.layout,
+            recipe=self.recipe,
+            document_sha256=document_sha256(text),
+            document_name=name,
+        )
         for _ in range(_ATTEMPTS):  # again where the archive was cleared away before its mark could be taken away
             stamp = self._folder.stamp(document_id)
-            entry = self._folder.revive(document_id, stamp)
+            entry = self._folder.revive(document_id, stamp, self._transforms)
             if entry is not None:
-                return as_built(entry, built)
-            self._folder.make_room(document_id)
-            keeper = _Keeper(self._folder, document_id, stamp)
-            with self._writing():
-                build_from_tokens(
-                    model,
-                    tokens,
-                    self._folder.document(document_id),
-                    document_sha256=document_sha256(text),
-                    recipe=self.recipe,
-                    layout=self.layout,
-                    document_name=name,
-                    keep=keeper,
-                    on_progress=on_progress,
-                )
+                self._folder.add_name(document_id, request.document_name)
+                return as_built(self._folder.named(entry), built)
+            keeper = _Keeper(self._folder, document_id, stamp, self._transforms)
+            self._build(request, document_id, keeper, on_progress)
             built = not keeper.kept
-        entry = self._folder.revive(document_id, self._folder.stamp(document_id))
+        entry = self._folder.revive(document_id, self._folder.stamp(document_id), self._transforms)
         if entry is None:
             raise self._folder.not_found(document_id)
         return as_built(entry, built)
+
+    def fit_transforms(self, texts: Sequence[str], *, on_progress: Progress | None = None) -> None:
+        """Fit the transforms of the catalog on `texts`, unless it has some.
+
+        Raises
+        ------
+        ConfigError
+            If a text cannot be archived, or none is long enough to have tokens that are grouped into clusters.
+        """
+        if self._transforms.get() is not None:
+            return
+        model = self._loaded("to fit its transforms")
+        requests = [BuildRequest.of(model, text, recipe=self.recipe, layout=self.layout) for text in texts]
+        caches = [request.prefill(stage(on_progress, "prefill")) for request in requests]
+        layers = fit_transforms(requests, caches)
+        if not layers:
+            raise ConfigError("the texts are too short to fit transforms to; give some thousand tokens together")
+        self._transforms.publish(layers)
+
+    def _build(self, request: BuildRequest, document_id: str, keeper: _Keeper, on_progress: Progress | None) -> None:
+        """Build an archive where its place in the catalog is; transforms are fitted on it if there are none yet."""
+        cache = request.prefill(stage(on_progress, "prefill"))
+        shared = self._transforms.get()
+        if shared is None:
+            layers = fit_transforms([request], [cache])
+            shared = self._transforms.publish(layers) if layers else None
+        write_archive(
+            request,
+            cache,
+            self._folder.document(document_id),
+            transforms=shared,
+            keep=keeper,
+            rubble=True,
+            on_progress=stage(on_progress, "cluster"),
+        )
 
     def entries(self, match: str = "") -> list[CatalogEntry]:
         """The documents, by name and then id; with `match`, those with it in the name or at the start of the id.
@@ -229,14 +281,18 @@ class Catalog:
                 slot.archive = self._open(document_id, path, model)
             return slot.archive
 
-    def remove(self, document_id: str) -> None:
+    def remove(self, document_id: str, *, name: str | None = None) -> None:
         """Take a document out of the catalog; its files stay until `gc`, and whoever reads it is not disturbed.
+
+        With `name`, that name of the document is taken away, and the document only if it has no other.
 
         Raises
         ------
         ArchiveNotFoundError
             If there is no such document, or it was removed already.
         """
+        if name is not None and self._folder.drop_name(document_id, name):
+            return
         self._folder.remove(document_id)
         with self._lock:
             self._slots.pop(document_id, None)
@@ -253,7 +309,7 @@ class Catalog:
         """Open an archive, whole, or find that there is none: also while it is cleared away and put there again."""
         while (stamp := self._folder.stamp(document_id)) is not None:
             try:
-                archive = Archive.open(path, model)
+                archive = Archive.open(path, model, transforms=self._transforms.of)
                 ids = archive.tokens.ids.tolist()
             except (RagkvError, OSError):
                 if self._folder.stamp(document_id) == stamp:
@@ -273,19 +329,11 @@ class Catalog:
         if manifest.layout != self.layout:
             raise ArchiveCorruptError(f"{where} has another prompt layout than the catalog; remove it")
         head = manifest.prefix_tokens
-        if manifest.recipe != self.recipe or self._head.document_id(ids[:head], ids[head:]) != document_id:
+        if (
+            manifest.recipe.identity() != self.recipe.identity()
+            or self._head.document_id(ids[:head], ids[head:]) != document_id
+        ):
             raise ArchiveCorruptError(f"{where} is not the document that its id says; remove it")
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Say in one sentence what the system refused to write: most often, that the disk is full."""
-        try:
-            yield
-        except RagkvError:
-            raise
-        except OSError as error:
-            why = " ".join((error.strerror or str(error)).split())
-            raise ConfigError(f"cannot write a document to the catalog {str(self.path)!r}: {why}") from error
 
     def _check_dtype(self, model: LoadedModel) -> None:
         dtype = str(model.model.dtype).removeprefix("torch.")
@@ -320,13 +368,15 @@ class _Slot:
 class _Keeper:
     """Keeps a whole archive that appeared since `stamp` was taken; called while nobody else may change the folder."""
 
-    def __init__(self, folder: CatalogFolder, document_id: str, stamp: tuple[int, int, int] | None) -> None:
-        self._folder, self._document_id, self._stamp = folder, document_id, stamp
+    def __init__(
+        self, folder: CatalogFolder, document_id: str, stamp: Stamp | None, transforms: SharedTransforms
+    ) -> None:
+        self._folder, self._document_id, self._stamp, self._transforms = folder, document_id, stamp, transforms
         self.kept = False
 
     def __call__(self, _path: Path) -> bool:
         appeared = self._folder.stamp(self._document_id) != self._stamp
-        self.kept = appeared and self._folder.is_whole(self._document_id)
+        self.kept = appeared and self._folder.is_whole(self._document_id, self._transforms)
         return self.kept
 
 

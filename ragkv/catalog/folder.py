@@ -1,47 +1,50 @@
 """The documents of a catalog on disk, and the marks of removed ones: list, mark, take the mark away, clear up.
 
-No model is needed here. Every step that changes which documents there are is taken under the lock of the folder
-``documents``, the one under which archives are put in place; archives themselves never change.
+No model is needed here. Every step that changes which documents there are, or what they are called, is taken under the
+lock of the folder ``documents``, the one under which archives are put in place; archives themselves never change.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 import math
 import os
 import secrets
-import shutil
-import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ragkv.archive.files import Stamp, read_bounded, stamp_of, system_errors
 from ragkv.archive.manifest import MANIFEST_FILE, Manifest, read_manifest
-from ragkv.archive.publish import fsync_folder, publishing_in
-from ragkv.catalog.head import CATALOG_FILE, CatalogHead, is_document_id
-from ragkv.errors import ArchiveCorruptError, ArchiveFormatError, ArchiveNotFoundError, ConfigError
-from ragkv.recall.archive import check_files
+from ragkv.archive.publish import delete, fsync_folder, leftovers, publishing_in, recover, write_whole
+from ragkv.archive.verify import is_sound
+from ragkv.catalog.head import CatalogHead, is_document_id
+from ragkv.catalog.transforms import SharedTransforms
+from ragkv.errors import (
+    ArchiveCorruptError,
+    ArchiveFormatError,
+    ArchiveNotFoundError,
+    ArchiveReadError,
+    ConfigError,
+)
 
 log = logging.getLogger(__name__)
 
 MIN_ID = 6
 """Characters of an id that are enough to name a document, if no other begins with them."""
 
-_TEMPORARY_S = 24 * 3600.0
-"""A temporary folder in which nothing changed for so many seconds belongs to a build that died."""
-
-Stamp = tuple[int, int, int]
-"""Which archive stands in a place: inode, time of change in ns and length of its manifest."""
+_LONGEST_NAME = 1 << 16  # bytes
 
 
 @dataclass(frozen=True)
 class CatalogEntry:
     """One document of a catalog: ``tokens`` of the document alone, ``bytes`` of its files without the manifest.
 
-    ``built`` is true where the call that gave this entry built the archive, false where it was there already.
+    ``names`` are all that its text was added by, ``name`` the first of them in order. ``built`` is true where the call that gave this entry built the archive, false where it was there already.
     """
 
     id: str
@@ -50,11 +53,12 @@ class CatalogEntry:
     bytes: int
     built: bool
     path: Path
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class GcResult:
-    """What was deleted: ids of removed documents, the number of temporary folders, and the bytes of both."""
+    """What was deleted: ids of removed documents, the number of leftovers of dead builds, and the bytes of both."""
 
     documents: tuple[str, ...]
     temporary: int
@@ -62,13 +66,14 @@ class GcResult:
 
 
 class CatalogFolder:
-    """The folders ``documents`` and ``removed`` of a catalog; any number of processes may use them at once."""
+    """The folders ``documents``, ``names`` and ``removed`` of a catalog; any number of processes may use them at once."""
 
     def __init__(self, path: Path, head: CatalogHead) -> None:
         self.path = path
         self.head = head
         self._documents = path / "documents"
         self._removed = path / "removed"
+        self._names_of = path / "names"
         self._seen: dict[str, tuple[Stamp, CatalogEntry]] = {}  # archives never change, so each is read once
 
     def document(self, document_id: str) -> Path:
@@ -85,64 +90,123 @@ class CatalogFolder:
 
     def __contains__(self, document_id: str) -> bool:
         # The mark first: clearing up moves the document away before it takes the mark away.
-        return is_document_id(document_id) and not self._mark(document_id).exists() and bool(self.stamp(document_id))
+        if not is_document_id(document_id) or self._mark(document_id).exists():
+            return False
+        return self.stamp(document_id) is not None or recover(self.document(document_id))
 
     def stamp(self, document_id: str) -> Stamp | None:
-        """What tells the archive that stands there now from one that is put in its place; None where there is none."""
-        try:
-            found = (self.document(document_id) / MANIFEST_FILE).stat()
-        except OSError:
-            return None
-        return (found.st_ino, found.st_mtime_ns, found.st_size) if stat.S_ISREG(found.st_mode) else None
+        """What tells the archive that stands there now from one that is put in its place; None where there is none.
+
+        Raises
+        ------
+        ArchiveReadError
+            If the system did not say: that does not mean that there is none.
+        """
+        path = self.document(document_id)
+        with system_errors(f"document {document_id[:12]}... of the catalog {str(self.path)!r}"):
+            return stamp_of(path / MANIFEST_FILE)
 
     def entries(self) -> list[CatalogEntry]:
         """Every document that is not marked, by name and then id; what cannot be read is logged and left out."""
-        marked = set(_names(self._removed))
-        found = (self._entry(name) for name in _names(self._documents) if is_document_id(name) and name not in marked)
+        marked, named = set(_names(self._removed)), set(_names(self._names_of))
+        found = []
+        for name in _names(self._documents):
+            if is_document_id(name) and name not in marked:
+                found.append(self._entry(name, has_names=name in named))
         return sorted((entry for entry in found if entry is not None), key=lambda entry: (entry.name, entry.id))
 
-    def _entry(self, document_id: str) -> CatalogEntry | None:
-        path, stamp = self.document(document_id), self.stamp(document_id)
-        known = self._seen.get(document_id)
-        if known is not None and known[0] == stamp:
-            return known[1]
+    def _entry(self, document_id: str, *, has_names: bool = True) -> CatalogEntry | None:
+        path = self.document(document_id)
         try:
-            manifest = read_manifest(path)
-            self._check_common(manifest)
-        except (ArchiveNotFoundError, ArchiveFormatError, ArchiveCorruptError) as error:
-            if path.exists():  # else it was cleared away between the two looks
+            stamp = self.stamp(document_id)
+            known = self._seen.get(document_id)
+            if known is None or known[0] != stamp:
+                manifest = read_manifest(path)
+                self._check_common(manifest)
+                known = (stamp, _entry_of(document_id, path, manifest))
+                self._seen[document_id] = known
+            names = self.names(document_id) if has_names else ()
+        except (ArchiveNotFoundError, ArchiveFormatError, ArchiveCorruptError, ArchiveReadError) as error:
+            if os.path.lexists(path):  # else it was cleared away between the two looks
                 log.warning("catalog %s: document %s is left out: %s", self.path, document_id, error)
             return None
-        entry = _entry_of(document_id, path, manifest)
-        if stamp is not None:
-            self._seen[document_id] = (stamp, entry)
-        return entry
+        entry = known[1]
+        return dataclasses.replace(entry, name=names[0], names=names) if names else entry
+
+    def names(self, document_id: str) -> tuple[str, ...]:
+        """All names that a document was given, if it has more than that in its manifest, or another."""
+        folder = self._names_of / self.document(document_id).name
+        with system_errors(f"names of the document {document_id[:12]}..."):
+            texts = [read_bounded(folder / name, _LONGEST_NAME).decode("utf-8") for name in _names(folder)]
+        return tuple(sorted(texts))
+
+    def named(self, entry: CatalogEntry) -> CatalogEntry:
+        """The same entry with the names that its document has now."""
+        return self._entry(entry.id) or entry
+
+    def add_name(self, document_id: str, name: str) -> None:
+        """Keep that a document is called `name`, too."""
+        entry = self._entry(document_id)
+        if entry is None or name in entry.names or not name:
+            return
+        with self._locked():
+            self._write_names(document_id, {*entry.names, name} - {""})
+
+    def drop_name(self, document_id: str, name: str) -> bool:
+        """Take a name from a document that has others; whether it has."""
+        with self._locked():
+            entry = self._entry(document_id)
+            names = set() if entry is None else set(entry.names)
+            if name not in names or len(names) < 2:
+                return False
+            self._write_names(document_id, names - {name})
+            return True
+
+    def _write_names(self, document_id: str, names: set[str]) -> None:
+        folder = self._names_of / self.document(document_id).name
+        folder.mkdir(parents=True, exist_ok=True)
+        files = {hashlib.sha256(name.encode()).hexdigest(): name for name in names}
+        for file, name in files.items():
+            if not (folder / file).exists():
+                write_whole(folder / file, name.encode())
+        for file in _names(folder):
+            if file not in files:
+                (folder / file).unlink(missing_ok=True)
 
     def _check_common(self, manifest: Manifest) -> None:
-        ours = (self.head.fingerprint, self.head.layout, self.head.recipe)
-        if (manifest.fingerprint, manifest.layout, manifest.recipe) != ours:
+        ours = (self.head.fingerprint, self.head.layout, self.head.recipe.identity())
+        if (manifest.fingerprint, manifest.layout, manifest.recipe.identity()) != ours:
             raise ArchiveCorruptError("its model, layout or recipe is not the catalog's; it does not belong here")
 
-    def is_whole(self, document_id: str, *, checksums: bool = False) -> bool:
-        """Whether a sound archive of this catalog stands there: manifest and lengths of files, or also checksums."""
+    def is_whole(self, document_id: str, transforms: SharedTransforms, *, checksums: bool = False) -> bool:
+        """Whether a sound archive of this catalog stands there: manifest and lengths of files, or also checksums.
+
+        Raises
+        ------
+        ArchiveReadError
+            If the system did not let it be read just now.
+        """
         path = self.document(document_id)
         try:
             manifest = read_manifest(path)
             self._check_common(manifest)
+            if manifest.transforms is not None:
+                transforms.of(manifest.transforms)
             if checksums:
-                check_files(path, manifest)
-            return all((path / name).stat().st_size == entry.bytes for name, entry in manifest.files.items())
-        except (OSError, ArchiveFormatError, ArchiveCorruptError):  # ArchiveNotFoundError is an OSError
+                return is_sound(path, manifest, transforms=transforms.of)
+            with system_errors(f"document {document_id[:12]}..."):
+                return all((path / name).stat().st_size == entry.bytes for name, entry in manifest.files.items())
+        except (ArchiveNotFoundError, ArchiveFormatError, ArchiveCorruptError):
             return False
 
-    def revive(self, document_id: str, stamp: Stamp | None) -> CatalogEntry | None:
+    def revive(self, document_id: str, stamp: Stamp | None, transforms: SharedTransforms) -> CatalogEntry | None:
         """The entry of a whole document with the mark of a removed one taken away; None where it must be built.
 
         `stamp` is that of the archive that the caller saw. A removed document is checked byte by byte, so that to
         remove and add again mends a damaged one.
         """
         mark = self._mark(document_id)
-        if stamp is None or not self.is_whole(document_id, checksums=mark.exists()):
+        if stamp is None or not self.is_whole(document_id, transforms, checksums=mark.exists()):
             return None
         with self._locked():
             if self.stamp(document_id) != stamp:
@@ -150,20 +214,6 @@ class CatalogFolder:
             if mark.exists():  # else there is nothing to change, and the catalog may be on a medium that is read only
                 mark.unlink(missing_ok=True)
             return self._entry(document_id)
-
-    def make_room(self, document_id: str) -> None:
-        """Clear away what stands in a document's place and is no archive: one that lost its manifest, a file, a link.
-
-        Nobody can read it, and a new archive could not be put there.
-        """
-        path = self.document(document_id)
-        if self.stamp(document_id) is not None or not os.path.lexists(path):
-            return
-        with self._locked():
-            rubble = os.path.lexists(path) and self.stamp(document_id) is None
-            aside = _put_aside(path) if rubble else None
-        if aside is not None:
-            _delete(aside)
 
     def remove(self, document_id: str) -> None:
         """Mark a document as removed.
@@ -197,25 +247,25 @@ class CatalogFolder:
             raise ConfigError(f"the grace period is {grace_s} s; give a number of seconds from 0")
         with self._locked():
             now = time.time()
-            stale = [found for found in self._temporary() if now - _last_change(found) >= _TEMPORARY_S]
+            left = []
+            for target, *rest in leftovers(self._documents):
+                if not os.path.lexists(target) and stamp_of(rest[1] / MANIFEST_FILE) is not None and not dry_run:
+                    rest[1].rename(target)  # a build died while it was replacing this archive
+                left += [path for path in rest if os.path.lexists(path)]
             marks = [self._removed / name for name in _names(self._removed) if is_document_id(name)]
             due = [mark for mark in marks if now - _last_change(mark) >= grace_s]
             doomed = {mark.name: self.document(mark.name) for mark in due if os.path.lexists(self.document(mark.name))}
-            n_bytes = sum(map(_size, (*doomed.values(), *stale)))
-            result = GcResult(documents=tuple(sorted(doomed)), temporary=len(stale), bytes=n_bytes)
+            n_bytes = sum(map(_size, (*doomed.values(), *left)))
+            result = GcResult(documents=tuple(sorted(doomed)), temporary=len(left), bytes=n_bytes)
             if dry_run:
                 return result
-            stale += [_put_aside(path) for path in doomed.values()]
+            left += [_put_aside(path) for path in doomed.values()]
             for mark in due:
+                delete(self._names_of / mark.name)
                 mark.unlink(missing_ok=True)
-        for path in stale:  # without the lock: nobody else names these any more
-            _delete(path)
+        for path in left:  # without the lock: nobody else names these any more
+            delete(path)
         return result
-
-    def _temporary(self) -> list[Path]:
-        heads = [self.path / name for name in _names(self.path) if name.startswith(f".{CATALOG_FILE}.")]
-        builds = [self._documents / name for name in _names(self._documents) if name.startswith(".")]
-        return [path for path in (*heads, *builds) if path.suffix in (".tmp", ".old")]
 
     def _mark(self, document_id: str) -> Path:
         return self._removed / self.document(document_id).name
@@ -233,7 +283,9 @@ class CatalogFolder:
 
 
 def find_entry(entries: list[CatalogEntry], word: str) -> CatalogEntry:
-    """The one document that `word` names: an id, the start of one (`MIN_ID` characters or more), or a whole name.
+    """The one document that `word` names: an id, a whole name, the start of an id, or the last part of a path.
+
+    The start of an id has `MIN_ID` characters or more.
 
     Raises
     ------
@@ -244,9 +296,9 @@ def find_entry(entries: list[CatalogEntry], word: str) -> CatalogEntry:
     """
     start = word.lower() if len(word) >= MIN_ID else None
     exact = [entry for entry in entries if entry.id == start]
-    found = exact or [
-        entry for entry in entries if (word and entry.name == word) or (start and entry.id.startswith(start))
-    ]
+    found = exact or [entry for entry in entries if word and word in entry.names]
+    found = found or [entry for entry in entries if start and entry.id.startswith(start)]
+    found = found or [entry for entry in entries if word and word in map(_base, entry.names)]
     if len(found) == 1:
         return found[0]
     if found:
@@ -260,7 +312,16 @@ def find_entry(entries: list[CatalogEntry], word: str) -> CatalogEntry:
 def with_match(entries: list[CatalogEntry], match: str) -> list[CatalogEntry]:
     """The documents with `match` in their name, in any case, or at the start of their id."""
     wanted = match.casefold()
-    return [entry for entry in entries if wanted in entry.name.casefold() or entry.id.startswith(wanted)]
+    return [
+        entry
+        for entry in entries
+        if any(wanted in name.casefold() for name in entry.names) or entry.id.startswith(wanted)
+    ]
+
+
+def _base(name: str) -> str:
+    """The last part of a name that is a path."""
+    return name.replace("\\", "/").rpartition("/")[2]
 
 
 def _listed(entries: list[CatalogEntry]) -> str:
@@ -276,6 +337,7 @@ def _entry_of(document_id: str, path: Path, manifest: Manifest) -> CatalogEntry:
         bytes=sum(entry.bytes for entry in manifest.files.values()),
         built=False,
         path=path,
+        names=(manifest.document_name,),
     )
 
 
@@ -295,17 +357,9 @@ def _names(folder: Path) -> list[str]:
 
 def _put_aside(path: Path) -> Path:
     """Rename a document out of the way: from then on nobody finds half of it."""
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}.old")
     path.rename(aside)
     return aside
-
-
-def _delete(path: Path) -> None:
-    """Delete a folder and what is in it, a file, or a link but not what it points to."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _last_change(path: Path) -> float:

@@ -209,7 +209,9 @@ def cluster_table(
     flat = sizes[sizes > 0].numpy()
     of_group = rows.groups.rows[slice(*groups)]
     last = np.cumsum(of_group)
-    if int(last[-1] if len(last) else 0) != len(flat) or not set(np.cumsum(counts.numpy()).tolist()) <= set(last.tolist()):
+    if int(last[-1] if len(last) else 0) != len(flat) or not set(np.cumsum(counts.numpy()).tolist()) <= set(
+        last.tolist()
+    ):
         raise ArchiveCorruptError("row groups and clusters do not fit together")
     n_bytes = flat * payload.row_bytes + _LENGTH_BYTES
     before = np.cumsum(n_bytes) - n_bytes
