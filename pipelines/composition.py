@@ -19,11 +19,11 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from pipelines.command import resumable, write_table
+from pipelines.measure.compositions import CompositionOptions, measure_compositions
+from pipelines.measure.rows import RECOMPUTE, VARIANTS, VariantSummary, summarise_compositions
 from ragkv.cli.common import load, progress
 from ragkv.cli.output import out, print_note
 from ragkv.errors import ConfigError
-from ragkv.evaluation.composition_rows import RECOMPUTE, VARIANTS, VariantSummary, summarise_compositions
-from ragkv.evaluation.compositions import CompositionOptions, measure_compositions
 from ragkv.evaluation.metrics import MeanScore
 from ragkv.evaluation.run import ResultsFolder
 from ragkv.recipe import Recipe

@@ -17,10 +17,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from pipelines.command import resumable, write_table
-from ragkv.cli.common import load, progress
-from ragkv.cli.output import out, print_note
-from ragkv.errors import ConfigError, MissingExtraError
-from ragkv.evaluation.evidence_hits import (
+from pipelines.measure.evidence import EvidenceOptions, measure_evidence
+from pipelines.measure.hits import (
     ANSWERED,
     EMBEDDING,
     EMBEDDING_PACKAGES,
@@ -31,7 +29,9 @@ from ragkv.evaluation.evidence_hits import (
     embedding_is_installed,
     summarise_evidence,
 )
-from ragkv.evaluation.evidence_measure import EvidenceOptions, measure_evidence
+from ragkv.cli.common import load, progress
+from ragkv.cli.output import out, print_note
+from ragkv.errors import ConfigError, MissingExtraError
 from ragkv.evaluation.run import ResultsFolder
 from ragkv.recipe import Recipe
 

@@ -18,10 +18,10 @@ import ragkv.cli.eval
 from ragkv.cli.eval import evaluate
 from ragkv.errors import ConfigError
 from ragkv.evaluation.compare import answer_distance
+from ragkv.evaluation.data.suites import Item
 from ragkv.evaluation.plan import FORCED_TOKENS, SHORT_TOKENS, EvalOptions, plan_subjects, plan_tasks
 from ragkv.evaluation.run import ResultsFolder
 from ragkv.evaluation.subjects import Document
-from ragkv.evaluation.suites import Item
 from ragkv.model.prompt import PromptLayout, tokenize_prompt
 from ragkv.model.shape import model_shape
 from ragkv.recipe import RecallPolicy, Recipe

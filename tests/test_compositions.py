@@ -10,22 +10,22 @@ from pathlib import Path
 import pytest
 
 from pipelines.composition import HEADINGS, main, row_of
-from ragkv import Archive, LoadedModel, PromptLayout, attach, build_archive
-from ragkv.answer.ask import ask
-from ragkv.catalog.catalog import Catalog
-from ragkv.errors import ConfigError
-from ragkv.evaluation.composition_cases import FILE, Asked, Case, draw_cases, read_pool
-from ragkv.evaluation.composition_rows import ALL, JOINT, RECALL, Row, RowFile, summarise_compositions
-from ragkv.evaluation.compositions import (
+from pipelines.measure.cases import FILE, Asked, Case, draw_cases, read_pool
+from pipelines.measure.compositions import (
     CompositionOptions,
     compose_variant,
     measure_compositions,
     measure_together,
     sizes_beyond,
 )
+from pipelines.measure.rows import ALL, JOINT, RECALL, Row, RowFile, summarise_compositions
+from ragkv import Archive, LoadedModel, PromptLayout, attach, build_archive
+from ragkv.answer.ask import ask
+from ragkv.catalog.catalog import Catalog
+from ragkv.errors import ConfigError
+from ragkv.evaluation.data.suites import Item
 from ragkv.evaluation.metrics import METRICS
 from ragkv.evaluation.run import RESULTS_FILE
-from ragkv.evaluation.suites import Item
 from ragkv.model.prompt import question_ids
 from ragkv.recall.composition import REUSED, Composition
 from tests.archives import DOCUMENT, SMALL, archive_of, loaded

@@ -12,10 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ragkv.answer.ask import ask
-from ragkv.answer.passages import DocumentEvidence, merge_passages, sentence_runs
-from ragkv.errors import ConfigError
-from ragkv.evaluation.composition_cases import (
+from pipelines.measure.cases import (
     FILE,
     Asked,
     Case,
@@ -24,7 +21,7 @@ from ragkv.evaluation.composition_cases import (
     read_pool,
     read_siblings,
 )
-from ragkv.evaluation.evidence_hits import (
+from pipelines.measure.hits import (
     EmbeddingSearch,
     EvidenceRow,
     Found,
@@ -38,7 +35,10 @@ from ragkv.evaluation.evidence_hits import (
     split_evidence,
     summarise_evidence,
 )
-from ragkv.evaluation.suites import Item
+from ragkv.answer.ask import ask
+from ragkv.answer.passages import DocumentEvidence, merge_passages, sentence_runs
+from ragkv.errors import ConfigError
+from ragkv.evaluation.data.suites import Item
 from ragkv.model.prompt import PromptLayout
 from ragkv.recall.composition import Composition
 from ragkv.recall.prefilled import prefill_document

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from pipelines.evidence import HEADINGS, main
-from ragkv.errors import ConfigError
-from ragkv.evaluation.evidence_hits import (
+from pipelines.measure.evidence import EvidenceOptions, measure_evidence
+from pipelines.measure.hits import (
     DENSE,
     EMBEDDING,
     LEXICAL,
     RECALL,
     EvidenceRow,
 )
-from ragkv.evaluation.evidence_measure import EvidenceOptions, measure_evidence
+from ragkv.errors import ConfigError
 from ragkv.evaluation.run import RESULTS_FILE
 from tests.archives import loaded
 from tests.squad import write_squad

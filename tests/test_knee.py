@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragkv.errors import ConfigError
-from ragkv.evaluation.knee import find_knee, find_paired_knee
+from ragkv.evaluation.calibrate.knee import find_knee, find_paired_knee
 
 BUDGETS = (64.0, 128.0, 256.0, 512.0, 1024.0)
 

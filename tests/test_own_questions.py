@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragkv.errors import ConfigError
-from ragkv.evaluation.bench_text import quotation_questions
-from ragkv.evaluation.own_questions import OwnQuestions, make_questions
+from ragkv.evaluation.data.bench_text import quotation_questions
+from ragkv.evaluation.data.own_questions import OwnQuestions, make_questions
 
 NUMBERS = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
 PLAIN = [f"Keeper {chr(97 + i // 5)}{chr(97 + i % 5)} wrote {NUMBERS} in the green book." for i in range(25)]

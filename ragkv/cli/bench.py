@@ -54,9 +54,9 @@ def bench(
     if steps < 1:
         raise ConfigError(f"--steps is {steps}; give at least 1")
     from ragkv.answer.ask import check_options
-    from ragkv.evaluation import bench_text
     from ragkv.evaluation.bench import BenchOptions, environment
     from ragkv.evaluation.bench import bench as measure
+    from ragkv.evaluation.data import bench_text
 
     check_options(budget=budget)
     settings = Recipe.from_toml(recipe) if recipe else Recipe()

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from ragkv.evaluation.data.suites import Item
 from ragkv.evaluation.fidelity import Decoded, agreement, decode_answer, kl_divergence
 from ragkv.evaluation.metrics import METRICS
 from ragkv.evaluation.subjects import DenseSubject, Document, Subject
-from ragkv.evaluation.suites import Item
 from ragkv.model.load import LoadedModel
 from ragkv.model.prompt import question_ids
 

@@ -39,7 +39,7 @@ _PACKAGES = {"matplotlib": "plot", "torchmetrics": "eval"}
 class Evaluation:
     """Everything that was found.
 
-    ``layers`` has, for each recipe, what `ragkv.evaluation.layer_probe` found on the first document: one table of
+    ``layers`` has, for each recipe, what `ragkv.evaluation.layers` found on the first document: one table of
     plain values for each layer, empty unless asked for.
     """
 

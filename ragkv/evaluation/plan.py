@@ -11,13 +11,13 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from ragkv.errors import ConfigError
-from ragkv.evaluation.bench_text import read_text
 from ragkv.evaluation.compare import Questions
-from ragkv.evaluation.peers import PEERS, PeerPolicy
+from ragkv.evaluation.data.bench_text import read_text
+from ragkv.evaluation.data.squality import parse_squality
+from ragkv.evaluation.data.suites import SUITES, load_suite
+from ragkv.evaluation.peers.policies import PEERS, PeerPolicy
 from ragkv.evaluation.run import Task
-from ragkv.evaluation.squality import parse_squality
 from ragkv.evaluation.subjects import DENSE, SubjectSpec
-from ragkv.evaluation.suites import SUITES, load_suite
 from ragkv.model.prompt import PromptLayout, data_ids, question_ids, tokenize_prompt
 from ragkv.model.shape import ModelShape
 from ragkv.recipe import RecallPolicy, Recipe

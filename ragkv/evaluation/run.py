@@ -13,7 +13,7 @@ from typing import Any
 
 from ragkv.errors import ConfigError
 from ragkv.evaluation.compare import Outcome, Questions, ask_dense, compare, continue_text
-from ragkv.evaluation.layer_probe import LayerFidelity, probe_layers
+from ragkv.evaluation.layers import LayerFidelity, probe_layers
 from ragkv.evaluation.subjects import DENSE, DenseSubject, Document, SubjectMaker, SubjectSpec
 from ragkv.evaluation.timing import drain
 from ragkv.model.load import LoadedModel

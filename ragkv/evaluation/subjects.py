@@ -14,7 +14,7 @@ from ragkv.build.builder import write_archive
 from ragkv.build.layer import document_span
 from ragkv.build.probes import probe_ids
 from ragkv.errors import ConfigError
-from ragkv.evaluation.peers import PeerCache, PeerPolicy, PreparedPeer, prepare
+from ragkv.evaluation.peers.policies import PeerCache, PeerPolicy, PreparedPeer, prepare
 from ragkv.model.kv import fork_cache, kv_nbytes, layer_tensors
 from ragkv.model.load import LoadedModel
 from ragkv.model.prompt import PromptLayout, PromptTokens

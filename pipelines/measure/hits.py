@@ -16,9 +16,9 @@ from statistics import fmean, pstdev
 
 import torch
 
+from pipelines.measure.cases import BREAK, Case, PoolDocument
 from ragkv.answer.passages import DocumentEvidence, Span, merge_passages, sentence_runs
 from ragkv.errors import MissingExtraError
-from ragkv.evaluation.composition_cases import BREAK, Case, PoolDocument
 from ragkv.evaluation.metrics import METRICS
 
 TOP = 3

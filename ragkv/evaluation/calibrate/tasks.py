@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from ragkv.archive.manifest import TOKENS_FILE, Manifest, read_manifest
 from ragkv.errors import ArchiveCorruptError, ConfigError, ModelMismatchError
-from ragkv.evaluation.calibrate_rule import check_questions
-from ragkv.evaluation.own_questions import make_questions
-from ragkv.evaluation.suites import Item
+from ragkv.evaluation.calibrate.rule import check_questions
+from ragkv.evaluation.data.own_questions import make_questions
+from ragkv.evaluation.data.suites import Item
 
 if TYPE_CHECKING:
     from ragkv.evaluation.run import Task
@@ -124,7 +124,7 @@ def read_asked(path: str | Path) -> tuple[Asked, ...]:
     ConfigError
         If the file cannot be read or holds no questions, or a line is wrong (its number is named).
     """
-    from ragkv.evaluation.bench_text import read_text
+    from ragkv.evaluation.data.bench_text import read_text
 
     lines = [(number, text.strip()) for number, text in enumerate(read_text(path).split("\n"), 1) if text.strip()]
     if not lines:

@@ -20,14 +20,9 @@ from typing import Any
 
 from transformers import Cache
 
-from ragkv.build.builder import document_sha256
-from ragkv.catalog.catalog import Catalog
-from ragkv.errors import ConfigError
-from ragkv.evaluation.bench import environment
-from ragkv.evaluation.bench_text import read_text
-from ragkv.evaluation.composition_cases import FILE, Case, PoolDocument, cases_beyond, draw_cases, read_pool
-from ragkv.evaluation.composition_plain import PlainPrompt
-from ragkv.evaluation.composition_rows import (
+from pipelines.measure.cases import FILE, Case, PoolDocument, cases_beyond, draw_cases, read_pool
+from pipelines.measure.plain import PlainPrompt
+from pipelines.measure.rows import (
     ALL,
     ALONE,
     BEYOND,
@@ -39,6 +34,11 @@ from ragkv.evaluation.composition_rows import (
     Row,
     RowFile,
 )
+from ragkv.build.builder import document_sha256
+from ragkv.catalog.catalog import Catalog
+from ragkv.errors import ConfigError
+from ragkv.evaluation.bench import environment
+from ragkv.evaluation.data.bench_text import read_text
 from ragkv.evaluation.fidelity import Decoded, agreement, decode_answer, kl_divergence
 from ragkv.evaluation.metrics import METRICS
 from ragkv.evaluation.run import RESULTS_FILE, ResultsFolder

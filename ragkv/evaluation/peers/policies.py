@@ -26,8 +26,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ragkv.build.layer import Span
 from ragkv.errors import ConfigError
-from ragkv.evaluation.peer_quantise import Codes, attend_quantised
-from ragkv.evaluation.peer_selection import (
+from ragkv.evaluation.peers.quantise import Codes, attend_quantised
+from ragkv.evaluation.peers.selection import (
     POOLS,
     ClusterSelection,
     FixedSelection,

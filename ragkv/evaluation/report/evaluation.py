@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ragkv.errors import ConfigError
-from ragkv.evaluation.eval_tables import (
+from ragkv.evaluation.evaluate import Evaluation
+from ragkv.evaluation.frontier import COSTS, KL, Frontier
+from ragkv.evaluation.metrics import MeanScore
+from ragkv.evaluation.plan import LONG, SHORT, Contender
+from ragkv.evaluation.report.figures import Axis, Series, draw_curves
+from ragkv.evaluation.report.page import Cell, Picture, Report, Section, Table, write_report
+from ragkv.evaluation.report.tables import (
     byte_table,
     fidelity_table,
     layer_blocks,
@@ -17,12 +23,6 @@ from ragkv.evaluation.eval_tables import (
     step_table,
     time_table,
 )
-from ragkv.evaluation.evaluate import Evaluation
-from ragkv.evaluation.frontier import COSTS, KL, Frontier
-from ragkv.evaluation.metrics import MeanScore
-from ragkv.evaluation.plan import LONG, SHORT, Contender
-from ragkv.evaluation.report import Cell, Picture, Report, Section, Table, write_report
-from ragkv.evaluation.report_figures import Axis, Series, draw_curves
 from ragkv.evaluation.subjects import DENSE
 from ragkv.evaluation.summary import LOOK_BACK_TOKENS, GroupSummary, SubjectSummary
 

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ragkv.errors import ConfigError
-from ragkv.evaluation.babi import BabiStory, Place, parse_stories, simulate, weave
-from ragkv.evaluation.bench_text import read_text
-from ragkv.evaluation.squality import key_entities, parse_squality
+from ragkv.evaluation.data.babi import BabiStory, Place, parse_stories, simulate, weave
+from ragkv.evaluation.data.bench_text import read_text
+from ragkv.evaluation.data.squality import key_entities, parse_squality
 
 KV_INTRODUCTION = "The JSON object below holds {n_pairs} keys, one on each line with its value."
 KV_QUESTION = 'What is the value of the key "{key}"?'

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
-from ragkv.evaluation.calibrate import Calibration
-from ragkv.evaluation.calibrate_rule import MIN_LAYERS, Point, paired_error
-from ragkv.evaluation.report import Cell
+from ragkv.evaluation.calibrate.rule import MIN_LAYERS, Point, paired_error
+from ragkv.evaluation.calibrate.sweep import Calibration
+from ragkv.evaluation.report.page import Cell
 from ragkv.recipe import Recipe
 
 

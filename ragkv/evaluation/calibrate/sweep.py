@@ -23,7 +23,7 @@ from statistics import fmean
 
 import torch
 
-from ragkv.evaluation.calibrate_rule import (
+from ragkv.evaluation.calibrate.rule import (
     BASE,
     Choice,
     LayerCheck,

@@ -70,7 +70,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """An SVG of `ragkv.evaluation.report_figures`; ``description`` tells in words what a reader sees in it."""
+    """An SVG of `ragkv.evaluation.report.figures`; ``description`` tells in words what a reader sees in it."""
 
     svg: str
     caption: str

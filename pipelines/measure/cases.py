@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ragkv.errors import ConfigError
-from ragkv.evaluation.bench_text import read_text
+from ragkv.evaluation.data.bench_text import read_text
+from ragkv.evaluation.data.suites import Item
 from ragkv.evaluation.plan import context_limit
-from ragkv.evaluation.suites import Item
 from ragkv.model.load import LoadedModel
 from ragkv.model.prompt import question_ids, tokenize_prompt
 from ragkv.model.shape import model_shape

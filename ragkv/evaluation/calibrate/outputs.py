@@ -13,12 +13,12 @@ from statistics import fmean
 from typing import Any
 
 from ragkv.errors import ConfigError
-from ragkv.evaluation.calibrate import Calibration
-from ragkv.evaluation.calibrate_rule import Point, standard_error
-from ragkv.evaluation.calibrate_words import About, describe, layer_verdict, more_budget, verdict
-from ragkv.evaluation.knee import Knee
-from ragkv.evaluation.report import Cell, Picture, Report, Section, Table, write_report
-from ragkv.evaluation.report_figures import Axis, Bars, Series, draw_bars, draw_curves
+from ragkv.evaluation.calibrate.knee import Knee
+from ragkv.evaluation.calibrate.rule import Point, standard_error
+from ragkv.evaluation.calibrate.sweep import Calibration
+from ragkv.evaluation.calibrate.words import About, describe, layer_verdict, more_budget, verdict
+from ragkv.evaluation.report.figures import Axis, Bars, Series, draw_bars, draw_curves
+from ragkv.evaluation.report.page import Cell, Picture, Report, Section, Table, write_report
 
 RECIPE_FILE, TABLE_FILE, RESULT_FILE, REPORT_FILE = "recipe.toml", "table.csv", "result.json", "report.html"
 

@@ -15,12 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ragkv.answer.ask import ask
-from ragkv.answer.passages import DocumentEvidence
-from ragkv.errors import ConfigError
-from ragkv.evaluation.bench import environment
-from ragkv.evaluation.bench_text import read_text
-from ragkv.evaluation.composition_cases import (
+from pipelines.measure.cases import (
     FILE,
     QUESTIONS_TOGETHER,
     Case,
@@ -30,9 +25,8 @@ from ragkv.evaluation.composition_cases import (
     read_pool,
     read_siblings,
 )
-from ragkv.evaluation.composition_rows import JsonLines
-from ragkv.evaluation.compositions import ARCHIVES, HEADER_FILE, Progress, archive_pool, check_context
-from ragkv.evaluation.evidence_hits import (
+from pipelines.measure.compositions import ARCHIVES, HEADER_FILE, Progress, archive_pool, check_context
+from pipelines.measure.hits import (
     DENSE,
     EMBEDDING,
     EMBEDDING_PACKAGES,
@@ -50,6 +44,12 @@ from ragkv.evaluation.evidence_hits import (
     look_by_words,
     split_evidence,
 )
+from pipelines.measure.rows import JsonLines
+from ragkv.answer.ask import ask
+from ragkv.answer.passages import DocumentEvidence
+from ragkv.errors import ConfigError
+from ragkv.evaluation.bench import environment
+from ragkv.evaluation.data.bench_text import read_text
 from ragkv.evaluation.run import RESULTS_FILE, ResultsFolder
 from ragkv.model.load import LoadedModel
 from ragkv.model.prompt import document_sha256

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ragkv.errors import ConfigError, MissingExtraError
-from ragkv.evaluation.report_labels import COLOURS, FONT_SIZE, LABEL_WIDTH, Point, label_points, name_lines, wrapped
+from ragkv.evaluation.report.labels import COLOURS, FONT_SIZE, LABEL_WIDTH, Point, label_points, name_lines, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

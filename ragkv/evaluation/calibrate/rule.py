@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from ragkv.errors import ConfigError
-from ragkv.evaluation.knee import Knee, find_paired_knee
+from ragkv.evaluation.calibrate.knee import Knee, find_paired_knee
 from ragkv.recipe import Recipe
 
 TOKENS_PER_CLUSTER = (4, 8, 16)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ragkv.evaluation.report import Cell, Picture, Table
-from ragkv.evaluation.report_figures import Axis, Series, draw_curves
+from ragkv.evaluation.report.figures import Axis, Series, draw_curves
+from ragkv.evaluation.report.page import Cell, Picture, Table
 from ragkv.evaluation.summary import Answers, GroupSummary, Speed, SubjectSummary
 
 _MIB = 2**20
