@@ -24,8 +24,8 @@ from pipelines.measure.rows import RECOMPUTE, VARIANTS, VariantSummary, summaris
 from ragkv.cli.common import load, progress
 from ragkv.cli.output import out, print_note
 from ragkv.errors import ConfigError
-from ragkv.evaluation.metrics import MeanScore
 from ragkv.evaluation.run import ResultsFolder
+from ragkv.evaluation.stats import MeanScore
 from ragkv.recipe import Recipe
 
 HEADINGS = ("docs", "variant", "KL", "top-1", "F1", "- recall", "EM", "prefill", "TTFT s")

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from ragkv.errors import ConfigError
-from ragkv.evaluation.data.bench_text import read_text
 from ragkv.evaluation.data.suites import Item
 from ragkv.evaluation.plan import context_limit
 from ragkv.model.load import LoadedModel
 from ragkv.model.prompt import question_ids, tokenize_prompt
 from ragkv.model.shape import model_shape
 from ragkv.recipe import check_whole
+from ragkv.text import read_text
 
 FILE = "xquad.en.json"
 QUESTIONS_TOGETHER = 2

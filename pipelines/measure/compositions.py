@@ -38,7 +38,6 @@ from ragkv.build.builder import document_sha256
 from ragkv.catalog.catalog import Catalog
 from ragkv.errors import ConfigError
 from ragkv.evaluation.bench import environment
-from ragkv.evaluation.data.bench_text import read_text
 from ragkv.evaluation.fidelity import Decoded, agreement, decode_answer, kl_divergence
 from ragkv.evaluation.metrics import METRICS
 from ragkv.evaluation.run import RESULTS_FILE, ResultsFolder
@@ -53,6 +52,7 @@ from ragkv.recall.composition import REUSED, Composition
 from ragkv.recall.placed import Weighting
 from ragkv.recall.recompute import recompute
 from ragkv.recipe import RecallPolicy, Recipe, check_whole
+from ragkv.text import read_text
 from ragkv.version import __version__
 
 HEADER_FILE, ARCHIVES = "header.json", "archives"

@@ -49,13 +49,13 @@ from ragkv.answer.ask import ask
 from ragkv.answer.passages import DocumentEvidence
 from ragkv.errors import ConfigError
 from ragkv.evaluation.bench import environment
-from ragkv.evaluation.data.bench_text import read_text
 from ragkv.evaluation.run import RESULTS_FILE, ResultsFolder
 from ragkv.model.load import LoadedModel
 from ragkv.model.prompt import document_sha256
 from ragkv.recall.composition import Composition
 from ragkv.recall.prefilled import prefill_document
 from ragkv.recipe import Recipe, check_whole
+from ragkv.text import read_text
 from ragkv.version import __version__
 
 ARTICLES, PARAGRAPHS = "articles", "paragraphs"

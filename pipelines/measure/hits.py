@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from statistics import fmean, pstdev
+from statistics import fmean
 
 import torch
 
@@ -20,11 +20,13 @@ from pipelines.measure.cases import BREAK, Case, PoolDocument
 from ragkv.answer.passages import DocumentEvidence, Span, merge_passages, sentence_runs
 from ragkv.errors import MissingExtraError
 from ragkv.evaluation.metrics import METRICS
+from ragkv.evaluation.stats import standard_error
 
 TOP = 3
+"""Passages that may hold the answer: as many as `merge_passages` gives of one document."""
+
 ANSWERED = 0.5
 """F1 from which an answer counts as right."""
-"""Passages that may hold the answer: as many as `merge_passages` gives of one document."""
 
 RECALL, DENSE, LEXICAL, EMBEDDING = "recall", "dense", "lexical", "embedding"
 METHODS = {
@@ -343,4 +345,4 @@ def _evidence(document: PoolDocument, spans: Sequence[Span]) -> DocumentEvidence
 
 
 def _share(values: Sequence[float]) -> Share:
-    return Share(fmean(values), pstdev(values) / math.sqrt(len(values)))
+    return Share(fmean(values), standard_error(values, ddof=0))

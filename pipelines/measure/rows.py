@@ -10,7 +10,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ragkv.errors import ConfigError
-from ragkv.evaluation.metrics import MeanScore, mean_score
+from ragkv.evaluation.stats import MeanScore, mean_score
 from ragkv.recall.composition import REUSED
 
 if TYPE_CHECKING:

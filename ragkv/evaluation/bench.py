@@ -16,7 +16,7 @@ from transformers import Cache, DynamicCache
 
 from ragkv.build.builder import BuildResult, write_archive
 from ragkv.errors import ConfigError
-from ragkv.evaluation.data.bench_text import quotation_questions
+from ragkv.evaluation.data.own_questions import quotation_questions
 from ragkv.evaluation.fidelity import Fidelity, measure_fidelity
 from ragkv.evaluation.timing import Times, interleaved, memory_peak, timed
 from ragkv.model.kv import fork_cache

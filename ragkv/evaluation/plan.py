@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 
 from ragkv.errors import ConfigError
 from ragkv.evaluation.compare import Questions
-from ragkv.evaluation.data.bench_text import read_text
 from ragkv.evaluation.data.squality import parse_squality
 from ragkv.evaluation.data.suites import SUITES, load_suite
 from ragkv.evaluation.peers.policies import PEERS, PeerPolicy
@@ -21,6 +20,7 @@ from ragkv.evaluation.subjects import DENSE, SubjectSpec
 from ragkv.model.prompt import PromptLayout, data_ids, question_ids, tokenize_prompt
 from ragkv.model.shape import ModelShape
 from ragkv.recipe import RecallPolicy, Recipe
+from ragkv.text import read_text
 
 PERPLEXITY = "perplexity"
 EVAL_SUITES: tuple[str, ...] = (*SUITES, PERPLEXITY)

@@ -14,11 +14,12 @@ from typing import Any
 
 from ragkv.errors import ConfigError
 from ragkv.evaluation.calibrate.knee import Knee
-from ragkv.evaluation.calibrate.rule import Point, standard_error
+from ragkv.evaluation.calibrate.rule import Point
 from ragkv.evaluation.calibrate.sweep import Calibration
 from ragkv.evaluation.calibrate.words import About, describe, layer_verdict, more_budget, verdict
 from ragkv.evaluation.report.figures import Axis, Bars, Series, draw_bars, draw_curves
 from ragkv.evaluation.report.page import Cell, Picture, Report, Section, Table, write_report
+from ragkv.evaluation.stats import standard_error
 
 RECIPE_FILE, TABLE_FILE, RESULT_FILE, REPORT_FILE = "recipe.toml", "table.csv", "result.json", "report.html"
 
@@ -200,10 +201,7 @@ def _budget_section(calibration: Calibration, about: About) -> Section:
                 f"A curve of KL against {x_label}: {words}. Chosen: {cost(curve[knee.chosen]):.3g}.",
             )
         )
-    second = "Another rule (farthest below the chord, Kneedle) finds no knee."
-    if knee.second_opinion is not None:
-        second = f"Another rule (farthest below the chord, Kneedle) would take {curve[knee.second_opinion].budget}."
-    return Section("Budget and the knee", [more_budget(calibration), *pictures, second])
+    return Section("Budget and the knee", [more_budget(calibration), *pictures])
 
 
 def _pairs_section(calibration: Calibration) -> Section:

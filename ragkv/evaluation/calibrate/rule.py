@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 
 from ragkv.errors import ConfigError
-from ragkv.evaluation.calibrate.knee import Knee, find_paired_knee
+from ragkv.evaluation.calibrate.knee import Knee, find_knee
+from ragkv.evaluation.stats import paired_error
 from ragkv.recipe import Recipe
 
 TOKENS_PER_CLUSTER = (4, 8, 16)
@@ -89,6 +90,10 @@ class Point:
     def loss(self) -> float:
         return fmean(self.losses)
 
+    def error_to(self, other: Point) -> float:
+        """Standard error of the difference between the losses of two points."""
+        return paired_error(self.losses, other.losses)
+
     @property
     def pair(self) -> tuple[int, str]:
         return self.recipe.tokens_per_cluster, self.recipe.key_codec
@@ -139,7 +144,7 @@ class LayerCheck:
     @property
     def error(self) -> float:
         """Standard error of `gain`."""
-        return paired_error(self.even, self.by_layer)
+        return self.even.error_to(self.by_layer)
 
     @property
     def kept(self) -> bool:
@@ -178,19 +183,9 @@ def check_questions(n_asked: int) -> None:
         raise ConfigError(f"calibrate: {n_asked} question in all; the rule needs at least 2, and more tell more")
 
 
-def standard_error(values: Sequence[float]) -> float:
-    """Of the mean; 0 for a single value."""
-    return stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-
-
-def paired_error(one: Point, other: Point) -> float:
-    """Standard error of the difference between the losses of two points."""
-    return standard_error([a - b for a, b in zip(one.losses, other.losses, strict=True)])
-
-
 def _knee(costs: Sequence[float], points: Sequence[Point]) -> Knee:
     """The knee over `points` in ascending order of cost; equal costs are told apart by the smallest difference."""
     rising: list[float] = []
     for cost in costs:
         rising.append(cost if not rising or cost > rising[-1] else rising[-1] * (1 + 1e-9))
-    return find_paired_knee(rising, [point.losses for point in points])
+    return find_knee(rising, [point.losses for point in points])

@@ -10,7 +10,7 @@
    budget, and kept only if its loss is lower by more than one standard error of the paired difference.
 5. Do no harm: if the base recipe loses less than what was found, by more than one standard error, it stays.
 
-Loss is the KL divergence from dense, averaged per question; "as good as" is the rule of `find_paired_knee`.
+Loss is the KL divergence from dense, averaged per question; "as good as" is the rule of `find_knee`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from ragkv.evaluation.calibrate.rule import (
     check_questions,
     choose,
     layer_budgets,
-    paired_error,
 )
 from ragkv.evaluation.compare import Outcome
 from ragkv.evaluation.run import Measured, Progress, ResultsFolder, Task, run
@@ -71,7 +70,7 @@ class Calibration:
     @property
     def base_is_better(self) -> bool:
         """Whether the base recipe loses less than what was found, by more than one standard error."""
-        return self.found.loss - self.base.loss > paired_error(self.found, self.base)
+        return self.found.loss - self.base.loss > self.found.error_to(self.base)
 
     @property
     def final(self) -> Point:

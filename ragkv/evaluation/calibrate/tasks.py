@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from ragkv.errors import ArchiveCorruptError, ConfigError, ModelMismatchError
 from ragkv.evaluation.calibrate.rule import check_questions
 from ragkv.evaluation.data.own_questions import make_questions
 from ragkv.evaluation.data.suites import Item
+from ragkv.text import UNSPACED, read_text
 
 if TYPE_CHECKING:
     from ragkv.evaluation.run import Task
@@ -28,8 +28,6 @@ TASKS = ("auto", "qa", "lookup")
 N_OWN_QUESTIONS = 24
 OWN_SEED = 0
 _KEYS = ("question", "answers", "document")
-# Kana and Chinese characters: scripts written without spaces, which have a metric of their own.
-_UNSPACED = re.compile("[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
 
 
 @dataclass(frozen=True)
@@ -124,8 +122,6 @@ def read_asked(path: str | Path) -> tuple[Asked, ...]:
     ConfigError
         If the file cannot be read or holds no questions, or a line is wrong (its number is named).
     """
-    from ragkv.evaluation.data.bench_text import read_text
-
     lines = [(number, text.strip()) for number, text in enumerate(read_text(path).split("\n"), 1) if text.strip()]
     if not lines:
         raise ConfigError(f"{str(path)!r} holds no questions; write one a line")
@@ -208,7 +204,7 @@ def _metric(task: str, asked: Sequence[Asked]) -> str | None:
         if task != "auto":
             raise ConfigError(f"task {task} needs gold answers and the questions have none; add them, or use task auto")
         return None
-    unspaced = any(_UNSPACED.search(answer) for answer in answers)
+    unspaced = any(UNSPACED.search(answer) for answer in answers)
     if task == "lookup" or (task == "auto" and not unspaced and all(len(answer.split()) == 1 for answer in answers)):
         return "contains"
     return "squad_zh" if unspaced else "squad"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
-from ragkv.evaluation.calibrate.rule import MIN_LAYERS, Point, paired_error
+from ragkv.evaluation.calibrate.rule import MIN_LAYERS, Point
 from ragkv.evaluation.calibrate.sweep import Calibration
 from ragkv.evaluation.report.page import Cell
 from ragkv.recipe import Recipe
@@ -34,7 +34,7 @@ def verdict(calibration: Calibration, about: About) -> str:
         found = calibration.found
         against = (
             f"It is the {about.base} recipe itself: what the rule found ({describe(found.recipe)}) loses more, "
-            f"{found.loss:.3g} (standard error of the difference {paired_error(found, base):.2g})."
+            f"{found.loss:.3g} (standard error of the difference {found.error_to(base):.2g})."
         )
     elif final.recipe == base.recipe:
         against = f"It is the {about.base} recipe itself."
@@ -67,7 +67,7 @@ def _figures(point: Point) -> str:
 
 
 def _compared(final: Point, base: Point) -> str:
-    gain, error = base.loss - final.loss, paired_error(base, final)
+    gain, error = base.loss - final.loss, base.error_to(final)
     if abs(gain) <= error:
         return f"The two lose alike: the difference of {abs(gain):.2g} is within one standard error, {error:.2g}."
     return f"The chosen one loses {'less' if gain > 0 else 'more'}, by {abs(gain):.2g} (standard error {error:.2g})."

@@ -12,9 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ragkv.errors import ConfigError
-
-N_CONTINUATIONS = 12
-N_LOOK_UPS = 12
+from ragkv.text import UNSPACED, ends_sentence, sentences, trimmed
 
 # A planted fact is about 60 characters: this keeps the document mostly its own text.
 _CHARS_PER_PLANT = 400
@@ -31,21 +29,6 @@ _SENTENCE_CHARS = range(25, 151)
 _BLANK_LINE = re.compile(r"\n\s*\n")
 _LINE_END = re.compile(r"\n\s*")
 _SPACES = re.compile(r"\s+")
-# Closing quotes and brackets: Latin, then full-width.
-_CLOSERS = "\"'\u201d\u2019\u00bb)\\]\u300d\u300f\uff09\u300b\u3011"
-_WIDE_STOPS = "\u3002\uff01\uff1f"  # full stop, exclamation and question mark of Chinese and Japanese
-_STOPS = "!?\u061f\u0964"
-# A quotation that ends in other than a full stop may be followed by who said it, so no sentence ends for sure there.
-_SENTENCE_END = re.compile(
-    rf"(?:(?<!\.)\.[{_CLOSERS}]*|[{_STOPS}]+)(?P<gap>\s+)(?=\S)|[{_WIDE_STOPS}]+(?P<wide_gap>\s*)(?=[^\s{_CLOSERS}])"
-)
-_ENDS_SENTENCE = re.compile(rf"[.{_STOPS}{_WIDE_STOPS}\u2026][{_CLOSERS}]*$")
-_ABBREVIATION = re.compile(
-    r"(?:^|[\s(\"'\u201c\u2018])(?:[^\W\d_]|(?:[^\W\d_]\.)+[^\W\d_]|Mrs?|Ms|Dr|Prof|St|Sr|Jr|Lt|Col|Gen|Capt|Rev|Hon|Mt|"
-    r"Nos?|Vol|Figs?|Eq|Sec|Ch|pp?|cf|vs|al|approx|ca|Inc|Ltd|Co|Corp|Jan|Feb|Aug|Sept?|Oct|Nov|Dec)\.$"
-)
-# Scripts that are written without spaces between words: kana, Chinese characters.
-_UNSPACED = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
 
 _ONSETS = ("b", "br", "d", "dr", "f", "g", "gr", "k", "kl", "l", "m", "n", "p", "pl", "r", "s", "st", "t", "tr", "v")
 _VOWELS = ("a", "e", "i", "o", "u")
@@ -74,15 +57,11 @@ class LookUp:
 
 @dataclass(frozen=True)
 class OwnQuestions:
-    """``document`` with the facts in it, and both kinds of questions in the order of the document.
-
-    ``description`` says in a few sentences what the questions are, for a report.
-    """
+    """``document`` with the facts in it, and both kinds of questions in the order of the document."""
 
     document: str
     continuations: tuple[Continuation, ...]
     look_ups: tuple[LookUp, ...]
-    description: str
 
 
 @dataclass(frozen=True)
@@ -93,9 +72,7 @@ class _Border:
     gap: str
 
 
-def make_questions(
-    document: str, *, n_continuations: int = N_CONTINUATIONS, n_look_ups: int = N_LOOK_UPS, seed: int = 0
-) -> OwnQuestions:
+def make_questions(document: str, *, n_continuations: int = 12, n_look_ups: int = 12, seed: int = 0) -> OwnQuestions:
     """Make questions with known answers from `document`, at even distances over it; the same for the same seed.
 
     Facts stand between sentences; where text has none, between its lines, or its words. A short document gets fewer
@@ -112,38 +89,40 @@ def make_questions(
         raise ConfigError(
             f"{n_continuations} continuations and {n_look_ups} look-ups are asked; give 0 or more of each"
         )
-    spans = list(_pieces(document))
-    borders = _pick_borders(document, spans, n_look_ups)
+    pieces = list(_pieces(document))
+    borders = _pick_borders(document, pieces, n_look_ups)
     planted, look_ups = _plant(document, borders, random.Random(seed))
-    continuations = tuple(_continuations(document, spans, n_continuations, borders, look_ups))
-    return OwnQuestions(
-        document=planted,
-        continuations=continuations,
-        look_ups=look_ups,
-        description=_describe(len(continuations), len(look_ups), seed),
-    )
+    continuations = tuple(_continuations(document, pieces, n_continuations, borders, look_ups))
+    return OwnQuestions(planted, continuations, look_ups)
 
 
-def _describe(n_continuations: int, n_look_ups: int, seed: int) -> str:
-    return (
-        f"No questions were given, so {n_continuations + n_look_ups} were made from the document: "
-        f"{n_continuations} ask how one of its own sentences goes on, and {n_look_ups} ask for the six digits of an "
-        f"invented fact that was planted in the document for this purpose (seed {seed}); both are spread evenly over "
-        "it. They show whether text can be found again, not whether it is understood: questions of your own are the "
-        "better guide."
-    )
+def quotation_questions(text: str, n_questions: int = 24) -> tuple[str, ...]:
+    """Questions that ask how a sentence of `text` goes on: look-ups that need no knowledge of what it says.
+
+    Raises
+    ------
+    ConfigError
+        If the text has too few long sentences.
+    """
+    made = make_questions(text, n_continuations=n_questions, n_look_ups=0).continuations
+    if len(made) < n_questions:
+        raise ConfigError(
+            f"the text has {len(made)} sentences of {_SENTENCE_WORDS.start} to {_SENTENCE_WORDS.stop - 1} words that "
+            f"begin like no other and {n_questions} are wanted; give --questions"
+        )
+    return tuple(each.question for each in made)
 
 
 def _pieces(text: str) -> Iterator[tuple[int, int]]:
     """(start, end) of sentences and what else stays whole, without the white space between them."""
     for start, end in _split(text, 0, len(text), _BLANK_LINE):
-        for sentence in _sentences(text, start, end):
+        for sentence in sentences(text, start, end, certain=True):
             yield from _split_long(text, *sentence, (_LINE_END, _SPACES))
 
 
 def _split_long(text: str, start: int, end: int, ways: tuple[re.Pattern[str], ...]) -> Iterator[tuple[int, int]]:
-    """The span itself, or its parts where it is too long to be a sentence."""
-    limit = _LONGEST_SENTENCE if _ENDS_SENTENCE.search(text, max(start, end - 8), end) else _LONGEST_OTHER
+    """The piece itself, or its parts where it is too long to be a sentence."""
+    limit = _LONGEST_SENTENCE if ends_sentence(text[max(start, end - 8) : end]) else _LONGEST_OTHER
     if end - start <= limit or not ways:
         yield start, end
         return
@@ -152,38 +131,20 @@ def _split_long(text: str, start: int, end: int, ways: tuple[re.Pattern[str], ..
 
 
 def _split(text: str, start: int, end: int, separator: re.Pattern[str]) -> Iterator[tuple[int, int]]:
-    """Spans between matches of `separator` in text[start:end], the empty ones left out and the rest stripped."""
+    """Pieces between matches of `separator` in text[start:end], the empty ones left out and the rest trimmed."""
     cuts = [(match.start(), match.end()) for match in separator.finditer(text, start, end)]
-    for left, right in zip([start, *(after for _, after in cuts)], [*(before for before, _ in cuts), end], strict=True):
-        part = text[left:right]
-        if part.strip():
-            yield left + len(part) - len(part.lstrip()), right - len(part) + len(part.rstrip())
+    for before, after in [*cuts, (end, end)]:
+        piece = trimmed(text, start, before)
+        start = after
+        if piece[0] < piece[1]:
+            yield piece
 
 
-def _sentences(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
-    begin = start
-    for match in _SENTENCE_END.finditer(text, start, end):
-        wide = match["wide_gap"] is not None
-        border = match.start("wide_gap" if wide else "gap")
-        if not wide and (text[match.end()].islower() or _is_no_end(text, begin, border)):
-            continue
-        yield begin, border
-        begin = match.end()
-    if begin < end:
-        yield begin, end
-
-
-def _is_no_end(text: str, begin: int, border: int) -> bool:
-    """Whether the full stop before `border` belongs to an abbreviation or to the number of a list item."""
-    only_number = not any(character.isalpha() for character in text[begin:border])
-    return only_number or _ABBREVIATION.search(text, max(0, border - 16), border) is not None
-
-
-def _pick_borders(text: str, spans: list[tuple[int, int]], wanted: int) -> list[_Border]:
+def _pick_borders(text: str, pieces: list[tuple[int, int]], wanted: int) -> list[_Border]:
     """Distinct borders nearest to even distances over the text, fewer where it is short."""
-    ends = [end for _, end in spans]
-    gaps = [text[end:start] for end, (start, _) in zip(ends, spans[1:], strict=False)]
-    last = text[ends[-1] :] or ("" if _UNSPACED.search(text, ends[-1] - 4) else " ")
+    ends = [end for _, end in pieces]
+    gaps = [text[end:start] for end, (start, _) in zip(ends, pieces[1:], strict=False)]
+    last = text[ends[-1] :] or ("" if UNSPACED.search(text, ends[-1] - 4) else " ")
     borders = [_Border(end=end, gap=gap) for end, gap in zip(ends, [*gaps, last], strict=True)]
     count = min(wanted, max(1, len(text) // _CHARS_PER_PLANT), len(borders))
     chosen: set[int] = set()
@@ -240,12 +201,12 @@ def _fresh(text: str, count: int, draw: Callable[[], str]) -> list[str]:
 
 
 def _continuations(
-    text: str, spans: list[tuple[int, int]], count: int, borders: list[_Border], look_ups: tuple[LookUp, ...]
+    text: str, pieces: list[tuple[int, int]], count: int, borders: list[_Border], look_ups: tuple[LookUp, ...]
 ) -> Iterator[Continuation]:
     """Sentences at even distances whose opening stands in the text once, placed in the text with the facts."""
     plain = " ".join(text.split())
     candidates = []
-    for start, end in spans:
+    for start, end in pieces:
         sentence = " ".join(text[start:end].split())
         cut = _opening_length(sentence)
         if cut and plain.count(sentence[:cut]) == 1:
@@ -264,9 +225,9 @@ def _continuations(
 
 def _opening_length(sentence: str) -> int:
     """Characters of the opening that is asked; 0 where the text is no sentence or its length is unusual."""
-    if not _ENDS_SENTENCE.search(sentence) or not sentence[0].isalpha() or sentence[0].islower():
+    if not ends_sentence(sentence) or not sentence[0].isalpha() or sentence[0].islower():
         return 0
-    if 2 * len(_UNSPACED.findall(sentence)) > len(sentence):
+    if 2 * len(UNSPACED.findall(sentence)) > len(sentence):
         return _OPENING_CHARS if len(sentence) in _SENTENCE_CHARS else 0
     words = sentence.split(" ")
     return len(" ".join(words[:_OPENING_WORDS])) if len(words) in _SENTENCE_WORDS else 0

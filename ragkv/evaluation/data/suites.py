@@ -27,8 +27,8 @@ from typing import Any, TypeVar
 
 from ragkv.errors import ConfigError
 from ragkv.evaluation.data.babi import BabiStory, Place, parse_stories, simulate, weave
-from ragkv.evaluation.data.bench_text import read_text
 from ragkv.evaluation.data.squality import key_entities, parse_squality
+from ragkv.text import read_text
 
 KV_INTRODUCTION = "The JSON object below holds {n_pairs} keys, one on each line with its value."
 KV_QUESTION = 'What is the value of the key "{key}"?'

@@ -9,7 +9,6 @@ from pathlib import Path
 from ragkv.errors import ConfigError
 from ragkv.evaluation.evaluate import Evaluation
 from ragkv.evaluation.frontier import COSTS, KL, Frontier
-from ragkv.evaluation.metrics import MeanScore
 from ragkv.evaluation.plan import LONG, SHORT, Contender
 from ragkv.evaluation.report.figures import Axis, Series, draw_curves
 from ragkv.evaluation.report.page import Cell, Picture, Report, Section, Table, write_report
@@ -23,8 +22,10 @@ from ragkv.evaluation.report.tables import (
     step_table,
     time_table,
 )
+from ragkv.evaluation.stats import MeanScore
 from ragkv.evaluation.subjects import DENSE
-from ragkv.evaluation.summary import LOOK_BACK_TOKENS, GroupSummary, SubjectSummary
+from ragkv.evaluation.summary import GroupSummary, SubjectSummary
+from ragkv.ledger.fit import LOOK_BACK_TOKENS
 
 RESULT_FILE, REPORT_FILE = "result.json", "report.html"
 
