@@ -24,7 +24,7 @@ from pipelines.measure.rows import RECOMPUTE, VARIANTS, VariantSummary, summaris
 from ragkv.cli.common import load, progress
 from ragkv.cli.output import out, print_note
 from ragkv.errors import ConfigError
-from ragkv.evaluation.run import ResultsFolder
+from ragkv.evaluation.results import check_folder
 from ragkv.evaluation.stats import MeanScore
 from ragkv.recipe import Recipe
 
@@ -78,7 +78,7 @@ def _run(given: argparse.Namespace) -> None:
         seed=given.seed,
     )
     settings = options.settings(model=given.model, dtype=given.dtype)
-    ResultsFolder.check(given.out, settings)
+    check_folder(given.out, settings)
     model = load(given.model, given.dtype, given.device)
     with progress() as report:
         rows = measure_compositions(model, options, given.out, settings=settings, on_progress=report)

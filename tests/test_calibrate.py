@@ -28,7 +28,7 @@ from ragkv.evaluation.calibrate.rule import (
 from ragkv.evaluation.calibrate.sweep import Calibration, calibrate
 from ragkv.evaluation.calibrate.words import About, verdict
 from ragkv.evaluation.compare import Questions
-from ragkv.evaluation.data.suites import Item
+from ragkv.evaluation.data.suite import Item
 from ragkv.evaluation.report.page import render_report
 from ragkv.evaluation.run import Progress, Task
 from ragkv.recipe import RecallPolicy

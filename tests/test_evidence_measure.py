@@ -20,7 +20,7 @@ from pipelines.measure.hits import (
     EvidenceRow,
 )
 from ragkv.errors import ConfigError
-from ragkv.evaluation.run import RESULTS_FILE
+from ragkv.evaluation.results import RESULTS_FILE
 from tests.archives import loaded
 from tests.squad import write_squad
 from tests.tiny import tiny_model, tiny_tokenizer

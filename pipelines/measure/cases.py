@@ -8,15 +8,14 @@ begins with the shorter one.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ragkv.errors import ConfigError
-from ragkv.evaluation.data.suites import Item
+from ragkv.evaluation.data.squad import Paragraph, parse_squad, shifted
+from ragkv.evaluation.data.suite import BREAK, Item
 from ragkv.evaluation.plan import context_limit
 from ragkv.model.load import LoadedModel
 from ragkv.model.prompt import question_ids, tokenize_prompt
@@ -28,12 +27,9 @@ FILE = "xquad.en.json"
 QUESTIONS_TOGETHER = 2
 """Questions that are asked of the same documents in the same order, so that one joint prefill serves them."""
 
-BREAK = "\n\n"
-"""What stands between paragraphs of a document."""
-
 
 @dataclass(frozen=True)
-class Asked:
+class PoolQuestion:
     """A question by the id of its file; ``place`` is that of its document in the pool."""
 
     id: str
@@ -50,7 +46,7 @@ class PoolDocument:
 
     name: str
     text: str
-    asked: tuple[Asked, ...]
+    asked: tuple[PoolQuestion, ...]
     paragraphs: tuple[tuple[int, int], ...]
 
 
@@ -59,7 +55,7 @@ class Case:
     """A question behind documents, which are places in the pool; that of the answer is among them."""
 
     documents: tuple[int, ...]
-    asked: Asked
+    asked: PoolQuestion
 
     @property
     def size(self) -> int:
@@ -90,14 +86,6 @@ class TooLong:
     def longest_words(self) -> str:
         whose = f"the longest of {self.size} documents with a question and its answer"
         return f"{whose} has {self.longest:,} tokens and the model's context is {self.limit:,}"
-
-
-@dataclass(frozen=True)
-class _Paragraph:
-    """A paragraph as the file has it: its text, and its questions by their ids."""
-
-    text: str
-    asked: tuple[tuple[str, Item], ...]
 
 
 def read_pool(
@@ -231,20 +219,20 @@ def _documents(n_pool: int, number: int, *, size: int, seed: int) -> tuple[int, 
     return tuple(draw.sample(chosen, size))
 
 
-def _long_articles(
-    folder: Path, *, n_articles: int, n_paragraphs: int, skip: int
-) -> list[tuple[int, list[_Paragraph]]]:
+def _long_articles(folder: Path, *, n_articles: int, n_paragraphs: int, skip: int) -> list[tuple[int, list[Paragraph]]]:
     """Articles of enough paragraphs with their numbers in the file; refuses a file that has fewer than `n_articles`."""
     check_whole("skip-articles", skip, 0)
     if not folder.is_dir():
         raise ConfigError(f"the data folder {str(folder)!r} does not exist")
     path = folder / FILE
     try:
-        articles = _articles(read_text(path))
+        articles = parse_squad(read_text(path))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{str(path)!r} is not a file in SQuAD format: {type(error).__name__}: {error}") from error
+    if any(not id_ for article in articles for paragraph in article for id_, _ in paragraph.asked):
+        raise ConfigError(f"{str(path)!r} has a question without an id, by which results are kept; give each its own")
     long_enough = [each for each in list(enumerate(articles))[skip:] if len(each[1]) >= n_paragraphs]
     if len(long_enough) < n_articles:
         after = f" after the first {skip}" if skip else ""
@@ -255,34 +243,13 @@ def _long_articles(
     return long_enough
 
 
-def _document(name: str, place: int, paragraphs: Sequence[_Paragraph], draw: random.Random) -> PoolDocument:
+def _document(name: str, place: int, paragraphs: Sequence[Paragraph], draw: random.Random) -> PoolDocument:
     """The paragraphs in one text, gold spans moved to where they stand in it."""
     asked, extents, start = [], [], 0
     for paragraph in paragraphs:
         for id_, item in paragraph.asked:
-            spans = tuple((start + first, start + last) for first, last in item.spans)
-            asked.append(Asked(id_, place, replace(item, spans=spans)))
+            asked.append(PoolQuestion(id_, place, shifted(item, start)))
         extents.append((start, start + len(paragraph.text)))
         start = extents[-1][1] + len(BREAK)
     text = BREAK.join(paragraph.text for paragraph in paragraphs)
     return PoolDocument(name, text, tuple(draw.sample(asked, len(asked))), tuple(extents))
-
-
-def _articles(text: str) -> list[list[_Paragraph]]:
-    """Articles as lists of paragraphs; those without a question are kept."""
-    return [
-        [
-            _Paragraph(paragraph["context"], tuple(_asked(paragraph["context"], each) for each in paragraph["qas"]))
-            for paragraph in article["paragraphs"]
-        ]
-        for article in json.loads(text)["data"]
-    ]
-
-
-def _asked(context: str, asked: dict[str, Any]) -> tuple[str, Item]:
-    answers = tuple(answer["text"] for answer in asked["answers"])
-    starts = [answer["answer_start"] for answer in asked["answers"]]
-    spans = tuple((start, start + len(answer)) for start, answer in zip(starts, answers, strict=True))
-    if not answers or any(context[start:end] != answer for (start, end), answer in zip(spans, answers, strict=True)):
-        raise ValueError(f"the answers to {asked['question']!r} are not where the file says in their paragraph")
-    return str(asked["id"]), Item(asked["question"], answers, spans)

@@ -32,7 +32,6 @@ from pipelines.measure.rows import (
     VARIANTS,
     WEIGHTED,
     Row,
-    RowFile,
 )
 from ragkv.build.builder import document_sha256
 from ragkv.catalog.catalog import Catalog
@@ -40,7 +39,7 @@ from ragkv.errors import ConfigError
 from ragkv.evaluation.bench import environment
 from ragkv.evaluation.fidelity import Decoded, agreement, decode_answer, kl_divergence
 from ragkv.evaluation.metrics import METRICS
-from ragkv.evaluation.run import RESULTS_FILE, ResultsFolder
+from ragkv.evaluation.results import ResultsFolder
 from ragkv.evaluation.timing import drain
 from ragkv.model.kv import fork_cache
 from ragkv.model.load import LoadedModel
@@ -162,10 +161,9 @@ def measure_compositions(
         for case in draw_cases(pool, size=size, n_questions=options.questions, seed=options.seed)
     ]
     chosen, beyond = options.chosen_variants, sizes_beyond(model, pool, cases, options)
-    results = ResultsFolder(out, settings)
+    rows = ResultsFolder(out, settings, Row)
     header = {"model": model.name, "seed": options.seed, "environment": environment()}
     (out / HEADER_FILE).write_text(json.dumps(header, indent=1) + "\n", encoding="utf-8")
-    rows = RowFile(results.folder / RESULTS_FILE)
     wanted = [(case, [name for name in chosen if name != JOINT or case.size not in beyond]) for case in cases]
     # Fewer questions may all fit into the context where more did not: what lacks a reference is measured again then.
     done = {row.key for row in rows.read() if row.kl is not None or row.size in beyond}

@@ -44,12 +44,11 @@ from pipelines.measure.hits import (
     look_by_words,
     split_evidence,
 )
-from pipelines.measure.rows import JsonLines
 from ragkv.answer.ask import ask
 from ragkv.answer.passages import DocumentEvidence
 from ragkv.errors import ConfigError
 from ragkv.evaluation.bench import environment
-from ragkv.evaluation.run import RESULTS_FILE, ResultsFolder
+from ragkv.evaluation.results import ResultsFolder
 from ragkv.model.load import LoadedModel
 from ragkv.model.prompt import document_sha256
 from ragkv.recall.composition import Composition
@@ -178,7 +177,7 @@ def measure_evidence(
     check_context(model, pool, cases, options.max_new_tokens)
     methods = options.chosen_methods
     embedding = EmbeddingSearch(load_minilm()) if EMBEDDING in methods else None
-    rows = JsonLines(ResultsFolder(out, settings).folder / RESULTS_FILE, EvidenceRow)
+    rows = ResultsFolder(out, settings, EvidenceRow)
     _write_header(model, options, out)
     wanted = [
         (case, [(options.setting, case.size, case.asked.id, method) for method in methods], number)

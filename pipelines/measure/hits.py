@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from statistics import fmean
+from typing import Any
 
 import torch
 
-from pipelines.measure.cases import BREAK, Case, PoolDocument
+from pipelines.measure.cases import Case, PoolDocument
 from ragkv.answer.passages import DocumentEvidence, Span, merge_passages, sentence_runs
 from ragkv.errors import MissingExtraError
+from ragkv.evaluation.data.suite import BREAK
 from ragkv.evaluation.metrics import METRICS
 from ragkv.evaluation.stats import standard_error
 
@@ -90,8 +92,10 @@ class EvidenceRow:
     answer: str
     passages: tuple[tuple[str, int, int, float], ...]
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "passages", tuple((a, b, c, d) for a, b, c, d in self.passages))  # JSON has lists
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> EvidenceRow:
+        passages = tuple((document, start, end, weight) for document, start, end, weight in values["passages"])
+        return cls(**{**values, "passages": passages})
 
     @property
     def key(self) -> tuple[str, int, str, str]:

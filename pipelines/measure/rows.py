@@ -1,22 +1,14 @@
-"""Rows that say what one variant of a composition made of one question, kept as JSON lines, and their summary."""
+"""Rows that say what one variant of a composition made of one question, and their summary."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Any
 
-from ragkv.errors import ConfigError
 from ragkv.evaluation.stats import MeanScore, mean_score
 from ragkv.recall.composition import REUSED
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-R = TypeVar("R", bound="DataclassInstance")
 
 JOINT, PLAIN, ALL, RECALL, WEIGHTED, ALONE = "joint", "plain", "all", "recall", "weighted", "alone"
 VARIANTS = {
@@ -57,49 +49,13 @@ class Row:
     context_tokens: int
     ttft_s: float
 
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Row:
+        return cls(**values)
+
     @property
     def key(self) -> tuple[int, str, str]:
         return self.size, self.question, self.variant
-
-
-class JsonLines(Generic[R]):
-    """Rows of one dataclass as JSON lines; a last line that was cut short by a crash does not count."""
-
-    def __init__(self, path: Path, row: type[R]) -> None:
-        self.path, self._row = path, row
-
-    def read(self) -> list[R]:
-        """All whole rows.
-
-        Raises
-        ------
-        ConfigError
-            If a whole line is not what `add` wrote.
-        """
-        try:
-            return [self._row(**json.loads(line)) for line in self._whole_lines()]
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"{str(self.path)!r} is damaged; delete it to measure again") from error
-
-    def add(self, row: R) -> None:
-        """Append one line, whole."""
-        whole = b"".join(self._whole_lines())
-        if self.path.exists() and self.path.stat().st_size > len(whole):
-            self.path.write_bytes(whole)
-        with self.path.open("a", encoding="utf-8") as handle:
-            handle.write(json.dumps(asdict(row)) + "\n")
-            handle.flush()
-
-    def _whole_lines(self) -> list[bytes]:
-        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
-        return [line for line in lines if line.endswith(b"\n")]
-
-
-class RowFile(JsonLines[Row]):
-    """The rows of one run."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, Row)
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def calibrate(
       ragkv build report.txt --model demo --recipe calibration/recipe.toml
     """
     from ragkv.evaluation.calibrate.tasks import find_sources, plan_questions, read_asked
-    from ragkv.evaluation.run import ResultsFolder
+    from ragkv.evaluation.results import check_folder
 
     base = Recipe.from_toml(recipe) if recipe else Recipe()
     sweep = _sweep(base, tokens_per_cluster, codec, budget, quick=quick)
@@ -116,7 +116,7 @@ def calibrate(
     )
     _require_extras(plan)
     settings = _settings(sources, plan, sweep)
-    ResultsFolder.check(out_dir, settings)
+    check_folder(out_dir, settings)
     print_note(_effort(sources, plan, sweep))
     name = model or sources[0].manifest.model_name
     calibration, about = _measure(name, sources, plan, sweep, out_dir, settings, dtype=dtype, device=device)
@@ -212,14 +212,14 @@ def _measure(
     from ragkv.evaluation.calibrate import sweep as measuring
     from ragkv.evaluation.calibrate.tasks import make_tasks
     from ragkv.evaluation.calibrate.words import About
-    from ragkv.evaluation.run import ResultsFolder
+    from ragkv.evaluation.results import claim_folder
     from ragkv.model.fingerprint import require_match
 
     loaded = load(name, dtype, device)
     first = sources[0].manifest
     require_match(first.fingerprint, loaded.model, loaded.tokenizer)
     tasks = make_tasks(loaded, sources, plan)
-    ResultsFolder(out_dir, settings)
+    claim_folder(out_dir, settings)
     placed = {"dtype": str(loaded.model.dtype).removeprefix("torch."), "device": loaded.model.device.type}
     with progress() as report:
         calibration = measuring.calibrate(

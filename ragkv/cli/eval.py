@@ -92,7 +92,7 @@ def evaluate(
     from ragkv.evaluation.evaluate import evaluate as measure
     from ragkv.evaluation.plan import EvalOptions
     from ragkv.evaluation.report.evaluation import REPORT_FILE, write_result
-    from ragkv.evaluation.run import ResultsFolder
+    from ragkv.evaluation.results import check_folder
     from ragkv.model.load import load_config
     from ragkv.model.shape import model_shape
 
@@ -113,7 +113,7 @@ def evaluate(
     check_extras(options)
     prompt = layout if layout in ("auto", "plain", "chat") else read_layout(Path(layout))
     settings = settings_of(options, model=model, dtype=dtype, layout=prompt)
-    ResultsFolder.check(out_dir, settings)
+    check_folder(out_dir, settings)
     options.check_context(model_shape(load_config(model)))
     loaded = load(model, dtype, device)
     with _progress() as report:

@@ -63,7 +63,7 @@ class SubjectSpec:
 
 
 @dataclass(frozen=True)
-class Document:
+class DenseDocument:
     """A document as it was prefilled: its tokens under a layout, and the model's own cache of them."""
 
     tokens: PromptTokens
@@ -129,7 +129,7 @@ class PeerSubject:
 class SubjectMaker:
     """Makes the subjects of one document; an archive is built once for subjects that differ in their policy only."""
 
-    def __init__(self, model: LoadedModel, document: Document, folder: Path) -> None:
+    def __init__(self, model: LoadedModel, document: DenseDocument, folder: Path) -> None:
         self._model, self._document, self._folder = model, document, folder
         self._built: Recipe | None = None
         self._archive: Archive | None = None
@@ -159,7 +159,7 @@ class SubjectMaker:
         return self._archive
 
 
-def _peer(spec: SubjectSpec, policy: PeerPolicy, model: LoadedModel, document: Document) -> PeerSubject:
+def _peer(spec: SubjectSpec, policy: PeerPolicy, model: LoadedModel, document: DenseDocument) -> PeerSubject:
     probes = probe_ids(model.tokenizer, document.layout, document.tokens.document_ids)
     span = document_span(document.tokens, Recipe())
     return PeerSubject(

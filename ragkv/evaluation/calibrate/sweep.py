@@ -35,7 +35,8 @@ from ragkv.evaluation.calibrate.rule import (
     layer_budgets,
 )
 from ragkv.evaluation.compare import Outcome
-from ragkv.evaluation.run import Measured, Progress, ResultsFolder, Task, run
+from ragkv.evaluation.results import ResultsFolder
+from ragkv.evaluation.run import Measured, Progress, Task, run
 from ragkv.evaluation.subjects import DENSE, SubjectSpec
 from ragkv.model.load import LoadedModel
 from ragkv.model.prompt import PromptLayout
@@ -92,8 +93,8 @@ class _Bench:
     on_progress: Progress | None
 
     def run(self, phase: str, tasks: Sequence[Task], specs: Sequence[SubjectSpec]) -> list[Measured]:
-        results = ResultsFolder(self.out / phase.replace(" ", "-"), self.settings)
-        report = None if self.on_progress is None else _counted(self.on_progress, phase, tasks, specs, results)
+        results = ResultsFolder(self.out / phase.replace(" ", "-"), self.settings, Measured)
+        report = None if self.on_progress is None else _counted(self.on_progress, phase, tasks, specs, results.read())
         return run(self.model, tasks, specs, results, layout=self.layout, on_progress=report)
 
 
@@ -213,11 +214,11 @@ def _read(measured: Measured) -> float:
 
 
 def _counted(
-    on_progress: Progress, phase: str, tasks: Sequence[Task], specs: Sequence[SubjectSpec], results: ResultsFolder
+    on_progress: Progress, phase: str, tasks: Sequence[Task], specs: Sequence[SubjectSpec], known: Sequence[Measured]
 ) -> Callable[[str, int, int], None]:
     """Progress of a phase as answers done of all; the stages of `run` are one for each document and subject."""
     names = {spec.name for spec in specs}
-    before = sum(len(each.outcomes) for each in results.read() if each.subject in names)
+    before = sum(len(each.outcomes) for each in known if each.subject in names)
     total = n_questions(tasks) * len(specs)
     counts: dict[str, int] = {}
 

@@ -16,7 +16,7 @@ from ragkv.archive.manifest import TOKENS_FILE, Manifest, read_manifest
 from ragkv.errors import ArchiveCorruptError, ConfigError, ModelMismatchError
 from ragkv.evaluation.calibrate.rule import check_questions
 from ragkv.evaluation.data.own_questions import make_questions
-from ragkv.evaluation.data.suites import Item
+from ragkv.evaluation.data.suite import Item
 from ragkv.text import UNSPACED, read_text
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Asked:
+class FileQuestion:
     """A question of the user's file: of the archive `document`, or of every one. ``line`` is its line in the file."""
 
     question: str
@@ -114,7 +114,7 @@ def _require_same(first: Source, other: Source) -> None:
         )
 
 
-def read_asked(path: str | Path) -> tuple[Asked, ...]:
+def read_asked(path: str | Path) -> tuple[FileQuestion, ...]:
     """Questions of a file: one a line, or JSON Lines where the first line with text begins with ``{``.
 
     Raises
@@ -126,11 +126,11 @@ def read_asked(path: str | Path) -> tuple[Asked, ...]:
     if not lines:
         raise ConfigError(f"{str(path)!r} holds no questions; write one a line")
     if not lines[0][1].startswith("{"):
-        return tuple(Asked(text, (), None, number) for number, text in lines)
+        return tuple(FileQuestion(text, (), None, number) for number, text in lines)
     return tuple(_parse(text, f"{str(path)!r}, line {number}", number) for number, text in lines)
 
 
-def _parse(text: str, place: str, line: int) -> Asked:
+def _parse(text: str, place: str, line: int) -> FileQuestion:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -145,12 +145,12 @@ def _parse(text: str, place: str, line: int) -> Asked:
         raise ConfigError(f"{place}: answers is {answers!r}; give a list of texts, or leave it out")
     if document is not None and not isinstance(document, str):
         raise ConfigError(f"{place}: document is {document!r}; give the name of an archive's folder, or leave it out")
-    return Asked(question.strip(), tuple(answers), document, line)
+    return FileQuestion(question.strip(), tuple(answers), document, line)
 
 
 def plan_questions(
     sources: Sequence[Source],
-    asked: Sequence[Asked] | None,
+    asked: Sequence[FileQuestion] | None,
     *,
     task: str = "auto",
     n_questions: int | None = None,
@@ -198,7 +198,7 @@ def _own(task: str, n_questions: int, max_new_tokens: int) -> Plan:
     return Plan({}, n_questions, "contains", max_new_tokens, description)
 
 
-def _metric(task: str, asked: Sequence[Asked]) -> str | None:
+def _metric(task: str, asked: Sequence[FileQuestion]) -> str | None:
     answers = [answer for each in asked for answer in each.answers]
     if not answers:
         if task != "auto":
@@ -210,7 +210,7 @@ def _metric(task: str, asked: Sequence[Asked]) -> str | None:
     return "squad_zh" if unspaced else "squad"
 
 
-def _items(source: Source, asked: Sequence[Asked]) -> tuple[Item, ...]:
+def _items(source: Source, asked: Sequence[FileQuestion]) -> tuple[Item, ...]:
     own = {None, source.name, str(source.path)}
     return tuple(Item(each.question, each.answers) for each in asked if each.document in own)
 
@@ -221,7 +221,7 @@ def _even(items: tuple[Item, ...], n_kept: int | None) -> tuple[Item, ...]:
     return tuple(items[place * len(items) // n_kept] for place in range(n_kept))
 
 
-def _check_given(sources: Sequence[Source], asked: Sequence[Asked], items: dict[str, tuple[Item, ...]]) -> None:
+def _check_given(sources: Sequence[Source], asked: Sequence[FileQuestion], items: dict[str, tuple[Item, ...]]) -> None:
     known = {name for source in sources for name in (source.name, str(source.path))}
     for each in asked:
         if each.document is not None and each.document not in known:

@@ -174,7 +174,7 @@ def prepare(
     dense
         The model's own cache of prefix and document, from `ragkv.model.prefill.prefill_cache`.
     span
-        From `ragkv.build.builder.document_span`.
+        From `ragkv.build.layer.document_span`.
     model
         The model that filled `dense`, with ragkv attached.
     probes
