@@ -19,13 +19,13 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from pipelines.command import resumable, write_table
+from pipelines.measure.compositions import CompositionOptions, measure_compositions
+from pipelines.measure.rows import RECOMPUTE, VARIANTS, VariantSummary, summarise_compositions
 from ragkv.cli.common import load, progress
 from ragkv.cli.output import out, print_note
 from ragkv.errors import ConfigError
-from ragkv.evaluation.composition_rows import RECOMPUTE, VARIANTS, VariantSummary, summarise_compositions
-from ragkv.evaluation.compositions import CompositionOptions, measure_compositions
-from ragkv.evaluation.metrics import MeanScore
-from ragkv.evaluation.run import ResultsFolder
+from ragkv.evaluation.results import check_folder
+from ragkv.evaluation.stats import MeanScore
 from ragkv.recipe import Recipe
 
 HEADINGS = ("docs", "variant", "KL", "top-1", "F1", "- recall", "EM", "prefill", "TTFT s")
@@ -78,7 +78,7 @@ def _run(given: argparse.Namespace) -> None:
         seed=given.seed,
     )
     settings = options.settings(model=given.model, dtype=given.dtype)
-    ResultsFolder.check(given.out, settings)
+    check_folder(given.out, settings)
     model = load(given.model, given.dtype, given.device)
     with progress() as report:
         rows = measure_compositions(model, options, given.out, settings=settings, on_progress=report)

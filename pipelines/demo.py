@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -132,4 +131,4 @@ def show(answer: Response, read_s: float | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -17,10 +17,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from pipelines.command import resumable, write_table
-from ragkv.cli.common import load, progress
-from ragkv.cli.output import out, print_note
-from ragkv.errors import ConfigError, MissingExtraError
-from ragkv.evaluation.evidence_hits import (
+from pipelines.measure.evidence import EvidenceOptions, measure_evidence
+from pipelines.measure.hits import (
     ANSWERED,
     EMBEDDING,
     EMBEDDING_PACKAGES,
@@ -31,8 +29,10 @@ from ragkv.evaluation.evidence_hits import (
     embedding_is_installed,
     summarise_evidence,
 )
-from ragkv.evaluation.evidence_measure import EvidenceOptions, measure_evidence
-from ragkv.evaluation.run import ResultsFolder
+from ragkv.cli.common import load, progress
+from ragkv.cli.output import out, print_note
+from ragkv.errors import ConfigError, MissingExtraError
+from ragkv.evaluation.results import check_folder
 from ragkv.recipe import Recipe
 
 HEADINGS = ("documents", "method", f"top {TOP}", "top 1", "document", "most", "rank 1", "MRR", "answered")
@@ -92,7 +92,7 @@ def _run(given: argparse.Namespace) -> None:
     _check_embedding(options)
     settings = options.settings(model=given.model, dtype=given.dtype)
     _, cases = options.draw()
-    ResultsFolder.check(given.out, settings)
+    check_folder(given.out, settings)
     model = load(given.model, given.dtype, given.device)
     with progress() as report:
         rows = measure_evidence(model, options, given.out, settings=settings, on_progress=report)

@@ -32,9 +32,11 @@ from ragkv.catalog.catalog import Catalog
 from ragkv.cli.common import progress
 from ragkv.cli.output import err, out
 from ragkv.errors import ConfigError
-from ragkv.evaluation.bench_text import default_text, quotation_questions, read_text
+from ragkv.evaluation.data.own_questions import quotation_questions
+from ragkv.evaluation.data.reference_text import default_text
 from ragkv.llamaindex import RagKVLLM, RagKVQueryEngine
 from ragkv.model.prompt import QUESTION_SLOT, PromptLayout, data_ids
+from ragkv.text import read_text
 
 
 class AllNodes(BaseRetriever):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ragkv.evaluation.composition_cases import FILE
+from pipelines.measure.cases import FILE
 
 TOWNS = ("Arden", "Borrow", "Calder", "Dunmore")
 TRADES = ("salt", "wool", "slate")

@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ragkv import LoadedModel, PromptLayout, Recipe, attach
 from ragkv.errors import ConfigError
-from ragkv.evaluation.calibrate import Calibration, calibrate
-from ragkv.evaluation.calibrate_report import build_report, recipe_text, result_dict, table_text, write_outputs
-from ragkv.evaluation.calibrate_rule import (
+from ragkv.evaluation.calibrate.outputs import build_report, recipe_text, result_dict, table_text, write_outputs
+from ragkv.evaluation.calibrate.rule import (
     BASE,
     LayerCheck,
     LayerPoint,
@@ -26,11 +25,12 @@ from ragkv.evaluation.calibrate_rule import (
     layer_budgets,
     point_name,
 )
-from ragkv.evaluation.calibrate_words import About, verdict
+from ragkv.evaluation.calibrate.sweep import Calibration, calibrate
+from ragkv.evaluation.calibrate.words import About, verdict
 from ragkv.evaluation.compare import Questions
-from ragkv.evaluation.report import render_report
+from ragkv.evaluation.data.suite import Item
+from ragkv.evaluation.report.page import render_report
 from ragkv.evaluation.run import Progress, Task
-from ragkv.evaluation.suites import Item
 from ragkv.recipe import RecallPolicy
 from tests.archives import DOCUMENT, QUESTIONS, loaded
 from tests.tiny import tiny_tokenizer

@@ -9,7 +9,7 @@ import pytest
 
 from ragkv import PromptLayout
 from ragkv.errors import ArchiveCorruptError, ConfigError, ModelMismatchError
-from ragkv.evaluation.calibrate_tasks import archived_tokens, find_sources, make_tasks, plan_questions, read_asked
+from ragkv.evaluation.calibrate.tasks import archived_tokens, find_sources, make_tasks, plan_questions, read_asked
 from ragkv.model.prompt import tokenize_prompt
 from tests.archives import DOCUMENT, archive_of, loaded
 

@@ -18,10 +18,11 @@ import ragkv.cli.eval
 from ragkv.cli.eval import evaluate
 from ragkv.errors import ConfigError
 from ragkv.evaluation.compare import answer_distance
+from ragkv.evaluation.data.suite import Item
 from ragkv.evaluation.plan import FORCED_TOKENS, SHORT_TOKENS, EvalOptions, plan_subjects, plan_tasks
-from ragkv.evaluation.run import ResultsFolder
-from ragkv.evaluation.subjects import Document
-from ragkv.evaluation.suites import Item
+from ragkv.evaluation.results import ResultsFolder
+from ragkv.evaluation.run import Measured
+from ragkv.evaluation.subjects import DenseDocument
 from ragkv.model.prompt import PromptLayout, tokenize_prompt
 from ragkv.model.shape import model_shape
 from ragkv.recipe import RecallPolicy, Recipe
@@ -210,7 +211,7 @@ def test_the_same_command_measures_nothing_twice(place: Path, full: Path, monkey
 def test_a_run_stopped_after_the_first_document_goes_on(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep, given = ResultsFolder.add, words(place, "stopped")
 
-    def stop_at_the_third(self: ResultsFolder, measured: Any) -> None:
+    def stop_at_the_third(self: ResultsFolder[Measured], measured: Any) -> None:
         if len(self.read()) == 2:
             raise KeyboardInterrupt
         keep(self, measured)
@@ -302,7 +303,7 @@ def test_a_lossless_recipe_has_no_steps(place: Path) -> None:
 def test_the_distance_of_an_answer_is_in_document_tokens_behind_it() -> None:
     model, text = loaded("llama"), "The green book. Then nothing more."
     tokens = tokenize_prompt(model.tokenizer, PromptLayout.plain(), text)
-    document = Document(tokens=tokens, layout=PromptLayout.plain(), dense=DynamicCache(), sha256="")
+    document = DenseDocument(tokens=tokens, layout=PromptLayout.plain(), dense=DynamicCache(), sha256="")
     behind = sum(start >= 14 for start, _ in tokens.offsets)
     assert answer_distance(document, Item("Which?", ("green book",), ((4, 14),))) == behind > 1
     assert answer_distance(document, Item("What?", ("more",), ((4, 14), (29, len(text))))) == 0
@@ -349,27 +350,6 @@ def test_a_folder_in_use_is_refused_before_the_model_is_loaded(
     assert isinstance(result.exception, ConfigError)
     assert "choose another --out" in str(result.exception)
     assert [path.name for path in tmp_path.iterdir()] == [name]
-
-
-@pytest.mark.parametrize("line", ["{}", "[1]", "null", "torn", '{"outcomes": [], "nll": []}', "\udcff"])
-def test_results_that_were_not_written_here_are_refused(tmp_path: Path, line: str) -> None:
-    results = ResultsFolder(tmp_path, {})
-    (tmp_path / "results.jsonl").write_bytes(f"{line}\n".encode(errors="surrogateescape"))
-    with pytest.raises(ConfigError, match=r"results\.jsonl' is damaged; delete it to measure again"):
-        results.read()
-
-
-def test_damaged_settings_are_refused_in_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "settings.json").write_text("{", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"settings\.json' is damaged; choose another --out$"):
-        ResultsFolder(tmp_path, {})
-
-
-def test_a_folder_whose_settings_were_being_written_is_taken(tmp_path: Path) -> None:
-    """A crash leaves the part that was written under another name."""
-    (tmp_path / "settings.part").write_text("{", encoding="utf-8")
-    ResultsFolder(tmp_path, {"seed": 1})
-    assert [path.name for path in tmp_path.iterdir()] == ["settings.json"]
 
 
 def test_layers_need_questions(place: Path) -> None:

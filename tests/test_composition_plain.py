@@ -6,8 +6,8 @@ import pytest
 import torch
 from llama_index.core.schema import TextNode
 
+from pipelines.measure.plain import PlainPrompt
 from pipelines.query_engine import plain_engine
-from ragkv.evaluation.composition_plain import PlainPrompt
 from ragkv.model.prompt import PromptLayout
 from tests.archives import DOCUMENT, QUESTIONS, loaded
 

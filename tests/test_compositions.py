@@ -10,22 +10,22 @@ from pathlib import Path
 import pytest
 
 from pipelines.composition import HEADINGS, main, row_of
-from ragkv import Archive, LoadedModel, PromptLayout, attach, build_archive
-from ragkv.answer.ask import ask
-from ragkv.catalog.catalog import Catalog
-from ragkv.errors import ConfigError
-from ragkv.evaluation.composition_cases import FILE, Asked, Case, draw_cases, read_pool
-from ragkv.evaluation.composition_rows import ALL, JOINT, RECALL, Row, RowFile, summarise_compositions
-from ragkv.evaluation.compositions import (
+from pipelines.measure.cases import FILE, Case, PoolQuestion, draw_cases, read_pool
+from pipelines.measure.compositions import (
     CompositionOptions,
     compose_variant,
     measure_compositions,
     measure_together,
     sizes_beyond,
 )
+from pipelines.measure.rows import ALL, JOINT, RECALL, Row, summarise_compositions
+from ragkv import Archive, LoadedModel, PromptLayout, attach, build_archive
+from ragkv.answer.ask import ask
+from ragkv.catalog.catalog import Catalog
+from ragkv.errors import ConfigError
+from ragkv.evaluation.data.suite import Item
 from ragkv.evaluation.metrics import METRICS
-from ragkv.evaluation.run import RESULTS_FILE
-from ragkv.evaluation.suites import Item
+from ragkv.evaluation.results import RESULTS_FILE, JsonLines
 from ragkv.model.prompt import question_ids
 from ragkv.recall.composition import REUSED, Composition
 from tests.archives import DOCUMENT, SMALL, archive_of, loaded
@@ -121,7 +121,7 @@ def test_a_document_is_consecutive_paragraphs_of_one_article(data: Path) -> None
 
 def test_one_lossless_document_with_everything_recalled_is_the_joint_prefill(data: Path, tmp_path: Path) -> None:
     archive = archive_of(tmp_path / "a", document=DOCUMENT)
-    case = Case((0,), Asked("q", 0, Item("Who kept the book?", ("Agnes Moore",))))
+    case = Case((0,), PoolQuestion("q", 0, Item("Who kept the book?", ("Agnes Moore",))))
     joint, composed = measure_together([archive], [(case, (JOINT, ALL))], options_of(data, max_new_tokens=6))
     assert composed.kl < 1e-6
     assert composed.top1 == 1.0
@@ -158,7 +158,7 @@ def test_every_variant_has_its_own_composition(data: Path, tmp_path: Path) -> No
         archives.append(
             Archive.open(build_archive(model, text, tmp_path / str(place), recipe=recipe, layout=layout).path, model)
         )
-    case = Case((1, 0), Asked("q", 0, Item("Who?", ("Agnes",))))
+    case = Case((1, 0), PoolQuestion("q", 0, Item("Who?", ("Agnes",))))
 
     def composed(name: str) -> Composition:
         return compose_variant(name, case, archives, options_of(data, temperature=0.5, scale=0.7))[0]
@@ -198,13 +198,13 @@ def test_a_later_run_may_ask_for_more_and_measures_only_that(data: Path, tmp_pat
     small = options_of(data, sizes=(2,), questions=2, variants=(RECALL,))
     stages: list[str] = []
     measure(small, tmp_path / "results")
-    before = RowFile(tmp_path / "results" / RESULTS_FILE).read()
+    before = JsonLines(tmp_path / "results" / RESULTS_FILE, Row).read()
     found = measure(
         replace(small, variants=(RECALL, ALL)), tmp_path / "results", on_progress=lambda *each: stages.append(each[0])
     )
     assert [row.variant for row in before] == [JOINT, RECALL] * 2
     assert [row.variant for row in found] == [JOINT, ALL, RECALL] * 2
-    assert len(RowFile(tmp_path / "results" / RESULTS_FILE).read()) == 6
+    assert len(JsonLines(tmp_path / "results" / RESULTS_FILE, Row).read()) == 6
     assert "joint prefill" in stages
     with pytest.raises(ConfigError, match="other settings"):
         measure(replace(small, seed=1), tmp_path / "results")
@@ -213,7 +213,7 @@ def test_a_later_run_may_ask_for_more_and_measures_only_that(data: Path, tmp_pat
 def test_a_damaged_line_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "rows").write_text('{"size": 2}\n', encoding="utf-8")
     with pytest.raises(ConfigError, match="damaged"):
-        RowFile(tmp_path / "rows").read()
+        JsonLines(tmp_path / "rows", Row).read()
 
 
 # Beyond the model's context
@@ -283,7 +283,7 @@ def test_beyond_the_context_a_stopped_run_goes_on(data: Path, tmp_path: Path) ->
     found = measure(options, tmp_path / "results", model=model)
     assert (first.count(b"\n"), len(found)) == (2 * 2, 4 * 2)
     assert lines.read_bytes().startswith(first)
-    assert RowFile(lines).read() == found
+    assert JsonLines(lines, Row).read() == found
 
 
 def test_rows_without_a_reference_are_measured_again_where_there_is_one(data: Path, tmp_path: Path) -> None:

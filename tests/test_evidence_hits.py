@@ -12,19 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from ragkv.answer.ask import ask
-from ragkv.answer.passages import DocumentEvidence, merge_passages, sentence_runs
-from ragkv.errors import ConfigError
-from ragkv.evaluation.composition_cases import (
+from pipelines.measure.cases import (
     FILE,
-    Asked,
     Case,
     PoolDocument,
+    PoolQuestion,
     draw_sibling_cases,
     read_pool,
     read_siblings,
 )
-from ragkv.evaluation.evidence_hits import (
+from pipelines.measure.hits import (
     EmbeddingSearch,
     EvidenceRow,
     Found,
@@ -38,7 +35,10 @@ from ragkv.evaluation.evidence_hits import (
     split_evidence,
     summarise_evidence,
 )
-from ragkv.evaluation.suites import Item
+from ragkv.answer.ask import ask
+from ragkv.answer.passages import DocumentEvidence, merge_passages, sentence_runs
+from ragkv.errors import ConfigError
+from ragkv.evaluation.data.suite import Item
 from ragkv.model.prompt import PromptLayout
 from ragkv.recall.composition import Composition
 from ragkv.recall.prefilled import prefill_document
@@ -122,7 +122,7 @@ def test_a_passage_holds_an_answer_that_begins_and_ends_in_it(passage: tuple[int
 
 def looked_at(*passages: Found, scores: Sequence[float] = (0.5, 0.5), shares: Sequence[float] = ()) -> EvidenceRow:
     """Judged for a question whose answer is characters 5 to 8 of the second document."""
-    case = Case((7, 3), Asked("q", 3, Item("?", ("yes",), ((5, 8),))))
+    case = Case((7, 3), PoolQuestion("q", 3, Item("?", ("yes",), ((5, 8),))))
     documents = [document_of("one", name="a"), document_of("two", name="b")]
     looked = Looked(passages, tuple(scores), tuple(shares))
     return judge(looked, setting="articles", method="any", case=case, documents=documents)

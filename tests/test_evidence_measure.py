@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from pipelines.evidence import HEADINGS, main
-from ragkv.errors import ConfigError
-from ragkv.evaluation.evidence_hits import (
+from pipelines.measure.evidence import EvidenceOptions, measure_evidence
+from pipelines.measure.hits import (
     DENSE,
     EMBEDDING,
     LEXICAL,
     RECALL,
     EvidenceRow,
 )
-from ragkv.evaluation.evidence_measure import EvidenceOptions, measure_evidence
-from ragkv.evaluation.run import RESULTS_FILE
+from ragkv.errors import ConfigError
+from ragkv.evaluation.results import RESULTS_FILE
 from tests.archives import loaded
 from tests.squad import write_squad
 from tests.tiny import tiny_model, tiny_tokenizer

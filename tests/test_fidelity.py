@@ -11,7 +11,8 @@ import torch
 
 from ragkv.errors import ConfigError
 from ragkv.evaluation.bench import BenchOptions, bench, cut_text
-from ragkv.evaluation.bench_text import default_text, quotation_questions
+from ragkv.evaluation.data.own_questions import quotation_questions
+from ragkv.evaluation.data.reference_text import default_text
 from ragkv.evaluation.fidelity import agreement, kl_divergence, measure_fidelity
 from ragkv.evaluation.timing import Times, interleaved, memory_peak
 from ragkv.model.prefill import prefill_cache

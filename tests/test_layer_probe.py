@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-import ragkv.evaluation.layer_probe as layer_probe
+import ragkv.evaluation.layers as layer_probe
 import ragkv.recall.attention
 from ragkv import Archive, Recipe
 from ragkv.errors import ConfigError
-from ragkv.evaluation.layer_probe import (
+from ragkv.evaluation.layers import (
     CallRecall,
     LayerFidelity,
     LayerProbe,

@@ -1,8 +1,7 @@
-"""Scores: hand-computed values of each rule, and errors that know about documents."""
+"""Scores: hand-computed values of each rule."""
 
 from __future__ import annotations
 
-import math
 import sys
 
 import pytest
@@ -14,15 +13,26 @@ from ragkv.evaluation.metrics import (
     METRICS,
     contains,
     entity_share,
-    exact_match,
-    exact_match_chinese,
-    f1,
-    f1_chinese,
     first_line,
-    mean_score,
 )
 
 UUID = "d1ff29be-4e2a-4208-a182-0cea716be3d4"
+
+
+def exact_match(prediction: str, answers: tuple[str, ...]) -> float:
+    return METRICS["squad"](prediction, answers)["em"]
+
+
+def f1(prediction: str, answers: tuple[str, ...]) -> float:
+    return METRICS["squad"](prediction, answers)["f1"]
+
+
+def exact_match_chinese(prediction: str, answers: tuple[str, ...]) -> float:
+    return METRICS["squad_zh"](prediction, answers)["em"]
+
+
+def f1_chinese(prediction: str, answers: tuple[str, ...]) -> float:
+    return METRICS["squad_zh"](prediction, answers)["f1"]
 
 
 @pytest.mark.parametrize(
@@ -109,26 +119,3 @@ def test_without_torchmetrics_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "torchmetrics.functional.text", None)
     with pytest.raises(MissingExtraError, match=r"ragkv\[eval\]"):
         exact_match("308", ("308",))
-
-
-def test_one_item_a_document_gives_the_ordinary_standard_error() -> None:
-    mean = mean_score([0.0, 1.0, 1.0, 0.0], ["a", "b", "c", "d"])
-    assert mean.value == 0.5
-    assert mean.standard_error == pytest.approx(math.sqrt((4 * 0.25) / 3 / 4))
-
-
-def test_items_that_repeat_within_a_document_add_no_certainty() -> None:
-    once = mean_score([0.0, 1.0, 1.0], ["a", "b", "c"])
-    thrice = mean_score([0.0] * 3 + [1.0] * 6, ["a"] * 3 + ["b"] * 3 + ["c"] * 3)
-    assert thrice.standard_error == pytest.approx(once.standard_error)
-    assert (thrice.n_items, thrice.n_documents) == (9, 3)
-
-
-def test_one_document_has_no_standard_error() -> None:
-    assert mean_score([0.0, 1.0], ["a", "a"]).standard_error is None
-
-
-@pytest.mark.parametrize(("scores", "documents"), [([], []), ([1.0], ["a", "b"])])
-def test_scores_and_documents_must_pair_up(scores: list[float], documents: list[str]) -> None:
-    with pytest.raises(ConfigError, match="one name a score"):
-        mean_score(scores, documents)

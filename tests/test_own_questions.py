@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragkv.errors import ConfigError
-from ragkv.evaluation.bench_text import quotation_questions
-from ragkv.evaluation.own_questions import OwnQuestions, make_questions
+from ragkv.evaluation.data.own_questions import OwnQuestions, make_questions, quotation_questions
 
 NUMBERS = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
 PLAIN = [f"Keeper {chr(97 + i // 5)}{chr(97 + i % 5)} wrote {NUMBERS} in the green book." for i in range(25)]
@@ -170,14 +169,6 @@ def test_continuations_are_the_quotation_questions_of_the_benchmark():
 def test_an_opening_that_stands_twice_is_not_asked():
     made = make_questions(f"{PLAIN[0]} {PLAIN[1]} {PLAIN[0]}")
     assert [question.question.split('"')[1][:9] for question in made.continuations] == ["Keeper ab"]
-
-
-def test_the_description_counts_both_kinds_and_names_the_seed():
-    made = make_questions(PROSE, n_continuations=3, n_look_ups=2, seed=7)
-    assert "5 were made" in made.description
-    assert "3 ask how" in made.description
-    assert "2 ask for" in made.description
-    assert "seed 7" in made.description
 
 
 @given(st.text(alphabet="aB1.!?\u3002\u6d77 \n\"'", min_size=1, max_size=1500), st.integers(0, 6))

@@ -15,10 +15,19 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from ragkv.build.layer import Span, document_span
 from ragkv.build.probes import probe_ids
 from ragkv.errors import ConfigError
-from ragkv.evaluation import peer_selection
 from ragkv.evaluation.fidelity import kl_divergence
-from ragkv.evaluation.peer_quantise import Codes
-from ragkv.evaluation.peer_selection import (
+from ragkv.evaluation.peers import selection as peer_selection
+from ragkv.evaluation.peers.policies import (
+    PEERS,
+    PeerCache,
+    PeerPolicy,
+    PreparedPeer,
+    SelectedLayer,
+    prepare,
+    tokens_of_bytes,
+)
+from ragkv.evaluation.peers.quantise import Codes
+from ragkv.evaluation.peers.selection import (
     ClusterSelection,
     FixedSelection,
     OracleSelection,
@@ -26,7 +35,6 @@ from ragkv.evaluation.peer_selection import (
     RowBlock,
     attend_selected,
 )
-from ragkv.evaluation.peers import PEERS, PeerCache, PeerPolicy, PreparedPeer, SelectedLayer, prepare, tokens_of_bytes
 from ragkv.model.attention import AttentionCall, causal_mask, dense_attention
 from ragkv.model.prefill import prefill_cache
 from ragkv.model.prompt import PromptLayout, question_ids, tokenize_prompt

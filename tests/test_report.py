@@ -14,8 +14,8 @@ from xml.etree import ElementTree
 import pytest
 
 from ragkv.errors import ConfigError, MissingExtraError
-from ragkv.evaluation.report import Picture, Report, Section, Table, format_column, render_report, write_report
-from ragkv.evaluation.report_figures import Axis, Bars, Series, draw_bars, draw_curves, draw_frontier
+from ragkv.evaluation.report.figures import Axis, Bars, Series, draw_bars, draw_curves, draw_frontier
+from ragkv.evaluation.report.page import Picture, Report, Section, Table, format_column, render_report, write_report
 
 EVIL = "<script>alert('x')</script>\" & $5 to $6 \x00\x1b\udc80 onload="
 BUDGET, KL = Axis("budget (tokens)", log=True), Axis("KL (nats)", log=True)

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from ragkv.errors import ConfigError
-from ragkv.evaluation.babi import Place, parse_stories, simulate, weave
+from ragkv.evaluation.data.babi import BABI_INTRODUCTION, Place, parse_stories, simulate, weave
+from ragkv.evaluation.data.squality import key_entities
+from ragkv.evaluation.data.suite import Suite
+from ragkv.evaluation.data.suites import SUITES, load_suite
 from ragkv.evaluation.metrics import METRICS
-from ragkv.evaluation.squality import key_entities
-from ragkv.evaluation.suites import BABI_INTRODUCTION, SUITES, Suite, load_suite
 
 QA1 = """1 Mary moved to the bathroom.
 2 John went to the hallway.

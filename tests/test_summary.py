@@ -10,6 +10,7 @@ from ragkv.evaluation.compare import Outcome
 from ragkv.evaluation.frontier import Frontier, judge_frontier
 from ragkv.evaluation.run import Measured
 from ragkv.evaluation.summary import SubjectSummary, summarise
+from ragkv.ledger.fit import LOOK_BACK_TOKENS
 
 
 def outcome(
@@ -147,7 +148,7 @@ def test_answers_of_one_token_read_nothing_that_could_be_compared() -> None:
 
 
 def test_questions_that_look_back_are_told_apart_by_the_distance_of_the_answer() -> None:
-    distances = (1024, 1025, 3000)
+    distances = (LOOK_BACK_TOKENS, LOOK_BACK_TOKENS + 1, 3000)
     base = [outcome(index, distance=distance) for index, distance in enumerate(distances)]
     own = [outcome(index, kl=(index + 1.0,), distance=distance) for index, distance in enumerate(distances)]
     mine = summary([measured("dense", *base), measured("ragkv", *own)])

@@ -114,7 +114,7 @@ class AttentionMass:
 def _is_of(held: ArchivedLayer, own: tuple[ArchivedLayer, int]) -> bool:
     """Whether a layer is that of a document, as it is or (`RecallPolicy.dense_layers`) with every token decoded."""
     layer, n_tokens = own
-    return held is layer or (held.recall is None and held.keys.shape[1] == n_tokens)
+    return held is layer or (held.clusters is None and held.keys.shape[1] == n_tokens)
 
 
 def _evidence(document: Document, weights: list[float]) -> DocumentEvidence:
@@ -134,7 +134,7 @@ def _row_mass(share: PartShare) -> torch.Tensor:
     (n_kv_heads, n_archived + n_exact), summed over the query heads of the group. Heads with fewer tokens do not occur.
     """
     held = share.held[:, -1].sum(1).double().cpu()  # (n_kv_heads, n_held)
-    table = share.part.layer.recall
+    table = share.part.layer.clusters
     if table is None:
         return held
     sizes = table.sizes.cpu()

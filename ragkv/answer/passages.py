@@ -13,30 +13,14 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
 
+from ragkv.text import sentences, trimmed
+
 Span = tuple[int, int, float]
 
 # A unit longer than this many targets (a table, text without punctuation) is cut into pieces of about one target.
 _LONG = 2
 # A sentence at the edge of a passage stays only if it is at least this dense, next to the rest of the passage.
 _EDGE_DENSITY = 0.25
-# Lines at least this long that go on in lower case were wrapped by a text editor; shorter ones are lists and headings.
-_WRAPPED_LINE = 40
-
-# Also the ellipsis, the Arabic question mark, the full stop of Urdu and that of Devanagari.
-_STOPS = r".!?\u2026\u061f\u06d4\u0964"
-_WIDE_STOPS = r"\u3002\uff01\uff1f"
-_CLOSING = "\"'\u201d\u2019\u00bb"
-_WIDE_CLOSING = r"\u300d\u300f\u201d\u2019\uff09"
-# A full stop ends a sentence before white space, one of Chinese or Japanese anywhere; closing quotes belong to it.
-_BORDER = re.compile(rf"[{_STOPS}]+[{_CLOSING})\]]*(?=\s|\Z)|[{_WIDE_STOPS}]+[{_WIDE_CLOSING}]*|\n")
-# Capitals of names, titles and the like: their full stop ends nothing. Nor does that of a list item's number.
-_ABBREVIATION = re.compile(
-    r"(?:(?<![^\W_])[A-ZÀ-ÖØ-ÞΑ-ΩА-Я]|\b(?:Mr|Mrs|Ms|Dr|Prof|St|No|Fig|vs|cf|approx)|\b(?:e\.g|i\.e))\Z"
-)
-_LIST_NUMBER = re.compile(r"\s*\d{1,3}")
-# How far back an abbreviation, and how far back the beginning of a line, is looked for.
-_LOOK_BACK = 12
-_LOOK_BACK_LINE = 400
 _WORD_START = re.compile(r"\S")
 
 
@@ -189,57 +173,22 @@ class _Scored:
 
 def _units(text: str, spans: Sequence[Span], target: int) -> Iterator[tuple[int, int]]:
     """Sentences without the white space around them, the long ones in pieces."""
-    begin = 0
     starts = [span[0] for span in spans]
-    for end in _borders(text):
-        word = _WORD_START.search(text, begin, end)
-        begin, last = end, end
-        if word is None:
-            continue
-        start = word.start()
-        while text[last - 1].isspace():
-            last -= 1
-        if last - start > _LONG * target:
-            yield from _pieces(text, start, last, starts, target)
+    for start, end in sentences(text):
+        if end - start > _LONG * target:
+            yield from _pieces(text, start, end, starts, target)
         else:
-            yield start, last
-
-
-def _borders(text: str) -> Iterator[int]:
-    """Where sentences end, the end of the text included."""
-    for match in _BORDER.finditer(text):
-        if not _is_inside_a_sentence(text, match):
-            yield match.end()
-    yield len(text)
-
-
-def _is_inside_a_sentence(text: str, match: re.Match[str]) -> bool:
-    place, mark = match.start(), match[0]
-    limit = max(place - _LOOK_BACK_LINE, 0)
-    line_start = max(text.rfind("\n", limit, place) + 1, limit)
-    following = text[match.end() : match.end() + _LOOK_BACK].lstrip(" \t\r")[:1]
-    if mark == "\n":
-        line = text[line_start:place].rstrip()
-        return len(line) >= _WRAPPED_LINE and following.islower() and not _BORDER.search(line, len(line) - 1)
-    if mark == ".":
-        before = text[max(line_start, place - _LOOK_BACK) : place]
-        return bool(_ABBREVIATION.search(before) or _LIST_NUMBER.fullmatch(text, line_start, place))
-    # A question in quotes, after which the sentence goes on.
-    return mark[-1] in _CLOSING and following.islower()
+            yield start, end
 
 
 def _pieces(text: str, start: int, end: int, borders: list[int], target: int) -> Iterator[tuple[int, int]]:
     """Cut at line breaks, else at white space, else between tokens; anywhere only if there is nothing else."""
     while end - start > target * 5 // 4:
         cut = _cut(text, start, end, borders, target)
-        last = cut
-        while last > start and text[last - 1].isspace():
-            last -= 1
-        if last > start:
-            yield start, last
-        start = cut
-        while start < end and text[start].isspace():
-            start += 1
+        first, last = trimmed(text, start, cut)
+        if last > first:
+            yield first, last
+        start = trimmed(text, cut, end)[0]
     if end > start:
         yield start, end
 

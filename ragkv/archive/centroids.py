@@ -52,7 +52,7 @@ def read_centroids(raw: bytes, shape: tuple[int, int]) -> torch.Tensor:
     head = shard_head(*shape)
     if len(raw) != len(head) + shape[0] * shape[1] or raw[:41] != head[:41] or raw[49 : len(head)] != head[49:]:
         raise ArchiveCorruptError(
-            f"{CENTROIDS_FILE}: not a FAISS shard of {shape[0]} centroids in {shape[1]} bytes each, as the manifest says"
+            f"{CENTROIDS_FILE}: not a FAISS shard of {shape[0]} centroids of {shape[1]} bytes, as the manifest says"
         )
     codes = np.frombuffer(raw, dtype=np.uint8, offset=len(head)).reshape(shape)
     return torch.from_numpy(codes.copy())

@@ -148,7 +148,7 @@ def allocate(variance: torch.Tensor, n_bytes: int, *, pairs: bool = True) -> Wid
 
 
 def expected_distortion(variance: torch.Tensor, widths: Widths) -> float:
-    """Squared error, summed over heads, that `widths` leave of coefficients of `variance` (n_heads, dim), descending."""
+    """Squared error, summed over heads, that `widths` leave of coefficients of falling `variance` (n_heads, dim)."""
     summed = torch.cat([torch.zeros(1, dtype=torch.float64), variance.double().sum(0).cumsum(0)]).tolist()
     return _distortion(summed, widths)
 

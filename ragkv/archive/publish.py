@@ -1,8 +1,9 @@
-"""Make an archive appear whole or not at all: write beside it, hash, manifest last, rename; and clear up after the dead.
+"""Make an archive appear whole or not at all: write beside it, hash, manifest last, rename; clear up after the dead.
 
 A build works in ``.NAME.TOKEN.tmp`` beside its target and holds the lock ``.NAME.TOKEN.lock`` for as long as it lives.
-An archive that is replaced is renamed to ``.NAME.TOKEN.old`` just before. Locks end with their process: so whoever comes
-next can tell what a dead build left, deletes it, and puts an archive back that was on its way out when the build died.
+An archive that is replaced is renamed to ``.NAME.TOKEN.old`` just before. Locks end with their process: so whoever
+comes next can tell what a dead build left, deletes it, and puts an archive back that was on its way out when the build
+died.
 """
 
 from __future__ import annotations
@@ -231,7 +232,7 @@ def _sweep(parent: Path, *, only: str | None = None) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a folder and what is in it, a file, or a link but not what it points to; what is not there is no matter."""
+    """Delete a folder and what is in it, a file, or a link but not what it points to, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -3,7 +3,7 @@
 A row is the posting list of a cluster and the bytes of its tokens (`ragkv.archive.payload`), or all tokens of a KV head
 that are always attended exactly. Every row group holds whole clusters of one KV head, its payload column is one
 uncompressed PLAIN page, and a checksum of each row group stands in the footer: so recall reads a cluster's bytes
-straight out of the mapped file, at an address that the footer gives, once it has looked at the checksum of its row group.
+straight out of the mapped file, at an address that the footer gives, once it has looked at the checksum.
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ class RowsFile:
         """
         for group in groups[~self._good[groups]].tolist():
             first, last = int(self.groups.start[group]), int(self.groups.stop[group])
-            if hashlib.sha256(self.mapped[first:last].numpy()).hexdigest() != self.groups.sha256[group]:
+            if hashlib.sha256(memoryview(self._map)[first:last]).hexdigest() != self.groups.sha256[group]:
                 raise ArchiveCorruptError(
                     f"{str(self.path)!r}: row group {group} has another SHA-256 than its footer says; the archive is "
                     "damaged: build it again"

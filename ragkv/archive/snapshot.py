@@ -36,7 +36,7 @@ _LARGEST_TRANSFORMS = 1 << 31
 
 @dataclass(frozen=True)
 class ExactTokens:
-    """Tokens of one layer that are always attended exactly: ``keys``, ``values`` (n_kv_heads, n, dim), ``positions``."""
+    """Exact tokens of a layer: ``keys`` and ``values`` (n_kv_heads, n, dim) at ``positions`` (n,) int64."""
 
     keys: torch.Tensor
     values: torch.Tensor

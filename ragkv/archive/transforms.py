@@ -1,4 +1,4 @@
-"""Transforms: what the codes of an archive are written in, for each layer with clusters; shared by a catalog's archives.
+"""Transforms: what the codes of an archive are written in, layer by layer; shared by the archives of a catalog.
 
 They depend on the model far more than on the document, so that a catalog fits them once. An archive outside a catalog
 carries its own. Either way their file is named in the manifest by its SHA-256.
@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -42,9 +43,9 @@ class LayerTransforms:
     """Means, axes and bases of one layer.
 
     ``key_mean`` (n_kv_heads, key_dim) and ``value_mean`` (n_kv_heads, value_dim) float32 are what prototypes are coded
-    relative to; ``key_axes`` (n_kv_heads, n_axes, key_dim) bfloat16 what the spreads of clusters are along. The bases of
-    the rows are None where their tensor is lossless. ``query_moment`` (n_kv_heads, key_dim, key_dim) float32 is the
-    second moment of queries that the bases were fitted in; None where there were no probes, or it was not kept.
+    relative to; ``key_axes`` (n_kv_heads, n_axes, key_dim) bfloat16 what the spreads of clusters are along. Bases of
+    rows are None where their tensor is lossless. ``query_moment`` (n_kv_heads, key_dim, key_dim) float32 is the second
+    moment of queries that the bases were fitted in; None where there were no probes, or it was not kept.
     """
 
     key_mean: torch.Tensor
@@ -57,8 +58,11 @@ class LayerTransforms:
     query_moment: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> LayerTransforms:
-        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
-        return LayerTransforms(**{name: None if value is None else value.to(device) for name, value in values.items()})
+        moved: dict[str, Any] = {}
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            moved[each.name] = None if value is None else value.to(device)
+        return LayerTransforms(**moved)
 
     def payload(self, dtype: torch.dtype) -> Payload:
         """How the rows of the layer are laid out, in an archive of `dtype`."""

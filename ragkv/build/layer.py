@@ -125,7 +125,7 @@ def fit_layer(parts: Sequence[ClusteredLayer], recipe: Recipe, index: int) -> La
 def encode_layer(part: ClusteredLayer, transforms: LayerTransforms) -> CodedLayer:
     """Code prototypes, and every token against the coded prototype of its cluster."""
     clusters, labels = part.clusters, part.clusters.labels
-    n_clusters, moment = clusters.sizes.shape[1], transforms.query_moment
+    moment = transforms.query_moment
     metric = None if moment is None else query_metric(moment)
     used = (clusters.sizes > 0).unsqueeze(-1)
     key_codes, key_residuals = _coded_prototypes(
@@ -185,7 +185,7 @@ def _fit_prototypes(
 def _coded_prototypes(
     tensor: torch.Tensor, clusters: Clusters, mean: torch.Tensor, basis: Basis, metric: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (n_kv_heads, n_clusters, n_bytes) of the means of clusters, and residuals of all tokens, float32, to them."""
+    """Codes (n_kv_heads, n_clusters, n_bytes) of the means of clusters, and the residuals of all tokens to them."""
     means = group_means(tensor.float(), clusters.labels, clusters.sizes)
     codes = encode_plain(means - mean.unsqueeze(1), basis, metric=metric)
     coded = mean.unsqueeze(1) + basis.restored(basis.numbers(codes))

@@ -93,11 +93,10 @@ class Catalog:
             write_head(path, head)
         head = read_head(path)  # also after writing: another process may have come first
         _check_model(Path(path), head, model)
-        settings = [("layout", head.layout.to_dict(), layout and layout.to_dict())]
-        settings.append(("recipe", head.recipe.identity(), recipe and recipe.identity()))
-        for name, ours, asked in settings:
-            if asked is not None:
-                _check_same(f"catalog {str(path)!r}: {name}", ours, asked)
+        if layout is not None:
+            _check_same(f"catalog {str(path)!r}: layout", head.layout.to_dict(), layout.to_dict())
+        if recipe is not None:
+            _check_same(f"catalog {str(path)!r}: recipe", head.recipe.identity(), recipe.identity())
         catalog = cls(Path(path), head, model, max_open)
         if texts:
             catalog.fit_transforms(texts, on_progress=on_progress)

@@ -44,7 +44,8 @@ _LONGEST_NAME = 1 << 16  # bytes
 class CatalogEntry:
     """One document of a catalog: ``tokens`` of the document alone, ``bytes`` of its files without the manifest.
 
-    ``names`` are all that its text was added by, ``name`` the first of them in order. ``built`` is true where the call that gave this entry built the archive, false where it was there already.
+    ``names`` are all that its text was added by, ``name`` the first of them in order. ``built`` is true where the call
+    that gave this entry built the archive, false where it was there already.
     """
 
     id: str
@@ -66,7 +67,7 @@ class GcResult:
 
 
 class CatalogFolder:
-    """The folders ``documents``, ``names`` and ``removed`` of a catalog; any number of processes may use them at once."""
+    """The folders ``documents``, ``names`` and ``removed`` of a catalog, for any number of processes at once."""
 
     def __init__(self, path: Path, head: CatalogHead) -> None:
         self.path = path
@@ -74,7 +75,9 @@ class CatalogFolder:
         self._documents = path / "documents"
         self._removed = path / "removed"
         self._names_of = path / "names"
-        self._seen: dict[str, tuple[Stamp, CatalogEntry]] = {}  # archives never change, so each is read once
+        self._seen: dict[
+            str, tuple[Stamp | None, CatalogEntry | None]
+        ] = {}  # archives never change, so each is read once
 
     def document(self, document_id: str) -> Path:
         """Where the archive of a document is or will be.
@@ -119,18 +122,18 @@ class CatalogFolder:
         path = self.document(document_id)
         try:
             stamp = self.stamp(document_id)
-            known = self._seen.get(document_id)
-            if known is None or known[0] != stamp:
+            seen, entry = self._seen.get(document_id, (None, None))
+            if entry is None or seen != stamp:
                 manifest = read_manifest(path)
                 self._check_common(manifest)
-                known = (stamp, _entry_of(document_id, path, manifest))
-                self._seen[document_id] = known
+                entry = _entry_of(document_id, path, manifest)
+                if stamp is not None:
+                    self._seen[document_id] = (stamp, entry)
             names = self.names(document_id) if has_names else ()
         except (ArchiveNotFoundError, ArchiveFormatError, ArchiveCorruptError, ArchiveReadError) as error:
             if os.path.lexists(path):  # else it was cleared away between the two looks
                 log.warning("catalog %s: document %s is left out: %s", self.path, document_id, error)
             return None
-        entry = known[1]
         return dataclasses.replace(entry, name=names[0], names=names) if names else entry
 
     def names(self, document_id: str) -> tuple[str, ...]:

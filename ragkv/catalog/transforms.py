@@ -53,7 +53,7 @@ class SharedTransforms:
         held = self.get()
         if held is None or held.sha256 != sha256:
             raise ArchiveCorruptError(
-                f"the archive was coded with the transforms {sha256[:12]}..., those of the catalog {str(self._catalog)!r} "
+                f"the archive was coded with the transforms {sha256[:12]}..., those of {str(self._catalog)!r} "
                 f"are {held.sha256[:12] + '...' if held else 'not there'}; remove it and add its text again"
             )
         return held

@@ -54,14 +54,15 @@ def bench(
     if steps < 1:
         raise ConfigError(f"--steps is {steps}; give at least 1")
     from ragkv.answer.ask import check_options
-    from ragkv.evaluation import bench_text
     from ragkv.evaluation.bench import BenchOptions, environment
     from ragkv.evaluation.bench import bench as measure
+    from ragkv.evaluation.data.reference_text import default_text
+    from ragkv.text import read_questions, read_text
 
     check_options(budget=budget)
     settings = Recipe.from_toml(recipe) if recipe else Recipe()
-    body = bench_text.read_text(text) if text else bench_text.default_text()
-    asked = bench_text.read_questions(questions) if questions else ()
+    body = read_text(text) if text else default_text()
+    asked = read_questions(questions) if questions else ()
     loaded = load(model, dtype, device)
     options = BenchOptions(
         text=body,

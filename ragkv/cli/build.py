@@ -71,7 +71,7 @@ def build(
 
 def _read_documents(files: list[Path], out_dir: Path) -> list[tuple[Path, str]]:
     """Read every document before the model is loaded, so that a wrong name costs nothing."""
-    from ragkv.evaluation.bench_text import read_text
+    from ragkv.text import read_text
 
     names: dict[str, Path] = {}
     for path in files:

@@ -14,10 +14,10 @@ from ragkv.errors import MissingExtraError
 from ragkv.recipe import Recipe
 
 if TYPE_CHECKING:
-    from ragkv.evaluation.calibrate import Calibration
-    from ragkv.evaluation.calibrate_rule import Sweep
-    from ragkv.evaluation.calibrate_tasks import Plan, Source
-    from ragkv.evaluation.calibrate_words import About
+    from ragkv.evaluation.calibrate.rule import Sweep
+    from ragkv.evaluation.calibrate.sweep import Calibration
+    from ragkv.evaluation.calibrate.tasks import Plan, Source
+    from ragkv.evaluation.calibrate.words import About
 
 QUICK_TOKENS_PER_CLUSTER = (8, 16)
 QUICK_CODECS = ("int3",)
@@ -100,8 +100,8 @@ def calibrate(
       ragkv calibrate --archive indexes/a --archive indexes/b --questions asked.jsonl --task qa --out calibration
       ragkv build report.txt --model demo --recipe calibration/recipe.toml
     """
-    from ragkv.evaluation.calibrate_tasks import find_sources, plan_questions, read_asked
-    from ragkv.evaluation.run import ResultsFolder
+    from ragkv.evaluation.calibrate.tasks import find_sources, plan_questions, read_asked
+    from ragkv.evaluation.results import check_folder
 
     base = Recipe.from_toml(recipe) if recipe else Recipe()
     sweep = _sweep(base, tokens_per_cluster, codec, budget, quick=quick)
@@ -116,11 +116,11 @@ def calibrate(
     )
     _require_extras(plan)
     settings = _settings(sources, plan, sweep)
-    ResultsFolder.check(out_dir, settings)
+    check_folder(out_dir, settings)
     print_note(_effort(sources, plan, sweep))
     name = model or sources[0].manifest.model_name
     calibration, about = _measure(name, sources, plan, sweep, out_dir, settings, dtype=dtype, device=device)
-    from ragkv.evaluation.calibrate_report import RECIPE_FILE, REPORT_FILE, RESULT_FILE, TABLE_FILE, write_outputs
+    from ragkv.evaluation.calibrate.outputs import RECIPE_FILE, REPORT_FILE, RESULT_FILE, TABLE_FILE, write_outputs
 
     result = write_outputs(calibration, about, out_dir)
     if as_json:
@@ -139,7 +139,7 @@ def _sweep(
     *,
     quick: bool,
 ) -> Sweep:
-    from ragkv.evaluation import calibrate_rule as rule
+    from ragkv.evaluation.calibrate import rule
 
     return rule.Sweep(
         base,
@@ -159,7 +159,7 @@ def _require_extras(plan: Plan) -> None:
 
 def _settings(sources: tuple[Source, ...], plan: Plan, sweep: Sweep) -> dict[str, object]:
     """All that changes results and is known without the model: a run goes on only where it is the same."""
-    from ragkv.archive.manifest import TOKENS_FILE
+    from ragkv.archive.tokens import TOKENS_FILE
     from ragkv.version import __version__
 
     first = sources[0].manifest
@@ -180,8 +180,8 @@ def _settings(sources: tuple[Source, ...], plan: Plan, sweep: Sweep) -> dict[str
 
 def _effort(sources: tuple[Source, ...], plan: Plan, sweep: Sweep) -> str:
     """How much there is to measure, in one sentence, with the ways to make it less."""
-    from ragkv.evaluation.calibrate import LAYER_QUESTIONS
-    from ragkv.evaluation.calibrate_rule import MIN_LAYERS
+    from ragkv.evaluation.calibrate.rule import MIN_LAYERS
+    from ragkv.evaluation.calibrate.sweep import LAYER_QUESTIONS
 
     n_asked, n_points, layers = plan.n_questions(len(sources)), len(sweep.recipes()), sources[0].manifest.layers
     per_source = [len(items) for items in plan.items.values()] or [plan.n_own] * len(sources)
@@ -208,18 +208,18 @@ def _measure(
     dtype: str | None,
     device: str | None,
 ) -> tuple[Calibration, About]:
-    from ragkv.evaluation import calibrate as measuring
     from ragkv.evaluation.bench import environment
-    from ragkv.evaluation.calibrate_tasks import make_tasks
-    from ragkv.evaluation.calibrate_words import About
-    from ragkv.evaluation.run import ResultsFolder
+    from ragkv.evaluation.calibrate import sweep as measuring
+    from ragkv.evaluation.calibrate.tasks import make_tasks
+    from ragkv.evaluation.calibrate.words import About
+    from ragkv.evaluation.results import claim_folder
     from ragkv.model.fingerprint import require_match
 
     loaded = load(name, dtype, device)
     first = sources[0].manifest
     require_match(first.fingerprint, loaded)
     tasks = make_tasks(loaded, sources, plan)
-    ResultsFolder(out_dir, settings)
+    claim_folder(out_dir, settings)
     placed = {"dtype": str(loaded.model.dtype).removeprefix("torch."), "device": loaded.model.device.type}
     with progress() as report:
         calibration = measuring.calibrate(

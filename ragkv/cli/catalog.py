@@ -71,7 +71,7 @@ def add(
       ragkv catalog add library reports/*.txt --model demo
       ragkv catalog add library reports/march.txt --replace
     """
-    from ragkv.evaluation.bench_text import read_text
+    from ragkv.text import read_text
 
     settings = Recipe.from_toml(recipe) if recipe else None
     if replace and len({path.name for path in files}) < len(files):

@@ -88,11 +88,11 @@ def evaluate(
       ragkv eval --model demo --data data --suite xquad-en --out steps --steps --layers --recipe mine.toml
       ragkv eval --model demo --data data --suite perplexity --out perplexity --tokens 16384 --json
     """
-    from ragkv.evaluation.eval_report import REPORT_FILE, write_result
     from ragkv.evaluation.evaluate import check_extras, settings_of
     from ragkv.evaluation.evaluate import evaluate as measure
     from ragkv.evaluation.plan import EvalOptions
-    from ragkv.evaluation.run import ResultsFolder
+    from ragkv.evaluation.report.evaluation import REPORT_FILE, write_result
+    from ragkv.evaluation.results import check_folder
     from ragkv.model.load import load_config
     from ragkv.model.shape import model_shape
 
@@ -113,7 +113,7 @@ def evaluate(
     check_extras(options)
     prompt = layout if layout in ("auto", "plain", "chat") else read_layout(Path(layout))
     settings = settings_of(options, model=model, dtype=dtype, layout=prompt)
-    ResultsFolder.check(out_dir, settings)
+    check_folder(out_dir, settings)
     options.check_context(model_shape(load_config(model)))
     loaded = load(model, dtype, device)
     with _progress() as report:
@@ -150,7 +150,7 @@ def _recipes(given: list[str]) -> dict[str, Recipe]:
 
 
 def _peers(given: str | None) -> tuple[str, ...]:
-    from ragkv.evaluation.peers import PEERS
+    from ragkv.evaluation.peers.policies import PEERS
 
     if given == "all":
         return tuple(PEERS)

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache
 
-from ragkv.build.builder import BuildResult, write_archive
+from ragkv.build.builder import BuildRequest, BuildResult, write_archive
 from ragkv.errors import ConfigError
-from ragkv.evaluation.bench_text import quotation_questions
+from ragkv.evaluation.data.own_questions import quotation_questions
 from ragkv.evaluation.fidelity import Fidelity, measure_fidelity
 from ragkv.evaluation.timing import Times, interleaved, memory_peak, timed
 from ragkv.model.load import LoadedModel
-from ragkv.model.prefill import fork_cache, prefill_cache
-from ragkv.model.prompt import PromptLayout, document_sha256, question_ids, tokenize_prompt
+from ragkv.model.prefill import fork_cache
+from ragkv.model.prompt import PromptLayout, question_ids, tokenize_prompt
 from ragkv.recall.archive import Archive
 from ragkv.recall.cache import ArchiveCache
 from ragkv.recall.trace import RecallTrace
@@ -86,23 +86,13 @@ def bench(model: LoadedModel, n_tokens: int, options: BenchOptions, *, on_progre
     def report(stage: str) -> Callable[[int, int], None] | None:
         return None if on_progress is None else lambda done, total: on_progress(stage, done, total)
 
-    tokens = tokenize_prompt(model.tokenizer, layout, document)
-    prompt_ids = (*tokens.prefix_ids, *tokens.document_ids)
+    request = BuildRequest.of(model, document, recipe=options.recipe, layout=layout)
     with memory_peak(device) as dense_memory:
         started = time.perf_counter()
-        dense = prefill_cache(model.model, prompt_ids, on_progress=report("prefill"))
+        dense = request.prefill(report("prefill"))
         prefill_s = time.perf_counter() - started
     with tempfile.TemporaryDirectory(prefix="ragkv-bench-") as folder:
-        build = write_archive(
-            model,
-            tokens,
-            dense,
-            Path(folder) / "archive",
-            document_sha256=document_sha256(document),
-            recipe=options.recipe,
-            layout=layout,
-            on_progress=report("cluster"),
-        )
+        build = write_archive(request, dense, Path(folder) / "archive", on_progress=report("cluster"))
         with memory_peak(device) as archive_memory:
             opened: list[Archive] = []
             load_s = timed(lambda: opened.append(Archive.open(build.path, model)), device)

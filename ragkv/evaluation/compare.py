@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ragkv.evaluation.data.suite import Item
 from ragkv.evaluation.fidelity import Decoded, agreement, decode_answer, kl_divergence
 from ragkv.evaluation.metrics import METRICS
-from ragkv.evaluation.subjects import DenseSubject, Document, Subject
-from ragkv.evaluation.suites import Item
-from ragkv.model.load import LoadedModel
-from ragkv.model.prompt import question_ids
+from ragkv.evaluation.subjects import DenseDocument, DenseSubject, Subject
+from ragkv.model.load import LoadedModel, question_inputs
 
 OnProgress = Callable[[int, int], None]
 
@@ -46,9 +45,6 @@ class Outcome:
         lists = {name: tuple(values[name]) for name in ("kl", "agrees", "step_s")}
         return cls(**{**values, **lists})
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Questions:
@@ -69,13 +65,13 @@ class Reference:
 
 
 def ask_dense(
-    model: LoadedModel, document: Document, questions: Questions, *, on_progress: OnProgress | None = None
+    model: LoadedModel, document: DenseDocument, questions: Questions, *, on_progress: OnProgress | None = None
 ) -> list[Reference]:
     """The dense answers that all subjects are measured against; logits are kept in the model's dtype."""
-    dense = DenseSubject(document.dense)
+    dense, start = DenseSubject(document.dense), document.dense.get_seq_length()
     references: list[Reference] = []
     for item in questions.items:
-        inputs = inputs_behind(model, document, item.question)
+        inputs = question_inputs(model, document.layout, [item.question], first_position=start)
         references.append(Reference(item, inputs, _decode(model, document, questions, dense, inputs)[0]))
         if on_progress is not None:
             on_progress(len(references), len(questions.items))
@@ -84,7 +80,7 @@ def ask_dense(
 
 def compare(
     model: LoadedModel,
-    document: Document,
+    document: DenseDocument,
     questions: Questions,
     references: Sequence[Reference],
     subject: Subject,
@@ -128,7 +124,9 @@ def compare(
 
 
 @torch.no_grad()
-def continue_text(model: LoadedModel, document: Document, token_ids: Sequence[int], subject: Subject) -> list[float]:
+def continue_text(
+    model: LoadedModel, document: DenseDocument, token_ids: Sequence[int], subject: Subject
+) -> list[float]:
     """Negative log-likelihood in nats of each of `token_ids` but the first, which follow the document directly."""
     start, device = document.dense.get_seq_length(), model.model.device
     ids = torch.tensor([list(token_ids)], device=device)
@@ -137,20 +135,12 @@ def continue_text(model: LoadedModel, document: Document, token_ids: Sequence[in
     return (-logits.float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]).tolist()
 
 
-def answer_distance(document: Document, item: Item) -> int | None:
+def answer_distance(document: DenseDocument, item: Item) -> int | None:
     """Document tokens behind the last gold answer of `item`; None if it has no spans."""
     if not item.spans:
         return None
     starts = [start for start, _ in document.tokens.offsets]
     return len(starts) - bisect_left(starts, max(end for _, end in item.spans))
-
-
-def inputs_behind(model: LoadedModel, document: Document, question: str) -> dict[str, torch.Tensor]:
-    """``input_ids`` and ``position_ids`` (1, n_tokens) of a question behind the document."""
-    ids = torch.tensor([question_ids(model.tokenizer, document.layout, question)], device=model.model.device)
-    start = document.dense.get_seq_length()
-    positions = torch.arange(start, start + ids.shape[1], device=ids.device).unsqueeze(0)
-    return {"input_ids": ids, "position_ids": positions}
 
 
 def _scores(metric: str | None, text: str, item: Item) -> dict[str, float]:
@@ -159,7 +149,7 @@ def _scores(metric: str | None, text: str, item: Item) -> dict[str, float]:
 
 def _decode(
     model: LoadedModel,
-    document: Document,
+    document: DenseDocument,
     questions: Questions,
     subject: Subject,
     inputs: dict[str, torch.Tensor],

@@ -22,7 +22,8 @@ from ragkv.evaluation.plan import (
     plan_subjects,
     plan_tasks,
 )
-from ragkv.evaluation.run import Measured, Progress, ResultsFolder, Task, measure_layers, run
+from ragkv.evaluation.results import ResultsFolder, write_whole
+from ragkv.evaluation.run import Measured, Progress, Task, measure_layers, run
 from ragkv.evaluation.summary import GroupSummary, summarise
 from ragkv.model.load import LoadedModel
 from ragkv.model.prompt import PromptLayout
@@ -39,7 +40,7 @@ _PACKAGES = {"matplotlib": "plot", "torchmetrics": "eval"}
 class Evaluation:
     """Everything that was found.
 
-    ``layers`` has, for each recipe, what `ragkv.evaluation.layer_probe` found on the first document: one table of
+    ``layers`` has, for each recipe, what `ragkv.evaluation.layers` found on the first document: one table of
     plain values for each layer, empty unless asked for.
     """
 
@@ -115,7 +116,7 @@ def evaluate(
     contenders = plan_subjects(options, shape)
     tasks = plan_tasks(options, model.tokenizer, layout)
     check_tasks(tasks, shape, model.tokenizer, layout)
-    results = ResultsFolder(out, settings)
+    results = ResultsFolder(out, settings, Measured)
     specs = [each.spec for each in contenders]
     measured = run(model, tasks, specs, results, layout=layout, on_progress=on_progress)
     layers = _layers(model, contenders, tasks, out, layout, on_progress) if options.layers else {}
@@ -169,9 +170,7 @@ def _layers(
             model, task, contender.spec, layout=layout, n_questions=LAYER_QUESTIONS, on_progress=on_progress
         )
         found[contender.name] = [_finite(asdict(layer)) for layer in layers]
-    unfinished = path.with_suffix(".part")
-    unfinished.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    write_whole(path, json.dumps(found, indent=1, allow_nan=False) + "\n")
     return found
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
+from statistics import fmean
 
 import torch
 from transformers import Cache, DynamicCache
 
 from ragkv.answer.stream import AnswerStreamer
+from ragkv.evaluation.stats import clustered_error
 from ragkv.model.load import LoadedModel
 from ragkv.model.prefill import fork_cache
 from ragkv.model.prompt import question_ids
@@ -51,7 +53,8 @@ def measure_fidelity(
     after `max_new_tokens`.
     """
     model, layout = archive.model, archive.manifest.layout
-    kl_by_question, hit_by_question = [], []
+    kl_by_question: list[list[float]] = []
+    hit_by_question: list[list[float]] = []
     for done, question in enumerate(questions):
         inputs = archive.pad([question_ids(model.tokenizer, layout, question)])
         reference = decode_answer(model, inputs, fork_cache(dense), stop=layout.stop, max_new_tokens=max_new_tokens)
@@ -63,14 +66,14 @@ def measure_fidelity(
             max_new_tokens=max_new_tokens,
             forced=reference.token_ids,
         )
-        kl_by_question.append(kl_divergence(reference.logits, recalled.logits))
-        hit_by_question.append(agreement(reference.logits, recalled.logits))
+        kl_by_question.append(kl_divergence(reference.logits, recalled.logits).tolist())
+        hit_by_question.append(agreement(reference.logits, recalled.logits).tolist())
         if on_progress is not None:
             on_progress(done + 1, len(questions))
-    kl, hits = torch.cat(kl_by_question), torch.cat(hit_by_question)
+    kl, hits = [*chain.from_iterable(kl_by_question)], [*chain.from_iterable(hit_by_question)]
     return Fidelity(
-        kl=float(kl.mean()),
-        top1=float(hits.mean()),
+        kl=fmean(kl),
+        top1=fmean(hits),
         kl_standard_error=clustered_error(kl_by_question),
         top1_standard_error=clustered_error(hit_by_question),
         n_positions=len(kl),
@@ -148,11 +151,3 @@ def decode_answer(
         ttft_s=streamer.times[0] - started,
         step_s=tuple(later - earlier for earlier, later in pairwise(streamer.times)),
     )
-
-
-def clustered_error(by_question: list[torch.Tensor]) -> float:
-    """Standard error of the mean over positions, positions of one question taken as one cluster."""
-    counts = torch.tensor([float(len(values)) for values in by_question])
-    sums = torch.stack([values.sum() for values in by_question])
-    mean = sums.sum() / counts.sum()
-    return float((sums - mean * counts).square().sum().sqrt() / counts.sum())

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
-import torch
-
-from ragkv.evaluation.fidelity import clustered_error
-from ragkv.evaluation.metrics import mean_score
 from ragkv.evaluation.run import Measured
+from ragkv.evaluation.stats import clustered_error, mean_score
 from ragkv.evaluation.summary import of_subject, pairs
 
 COSTS: Mapping[str, str] = {
@@ -130,11 +128,8 @@ def _gain(rival: Sequence[Measured], mine: Sequence[Measured], quality: str) -> 
         return 0.0, 0.0
     if quality == KL:
         # A run that was resumed on another machine can have a dense answer of another length.
-        off = [
-            torch.tensor([own - other for other, own in zip(pair.mine.kl, pair.other.kl, strict=False)])
-            for pair in asked
-        ]
-        return float(torch.cat(off).mean()), clustered_error(off)
+        off = [[own - other for other, own in zip(pair.mine.kl, pair.other.kl, strict=False)] for pair in asked]
+        return fmean(chain.from_iterable(off)), clustered_error(off)
     gains = [pair.mine.scores[quality] - pair.other.scores[quality] for pair in asked]
     documents = [pair.document for pair in asked]
     if len(set(documents)) == 1:

@@ -8,51 +8,14 @@ punctuation goes and each CJK character is a token.
 
 from __future__ import annotations
 
-import math
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from ragkv.errors import ConfigError, MissingExtraError
-
-# Han with extension A and the compatibility block, and kana: scripts written without spaces.
-_CJK = re.compile("([\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff])")
+from ragkv.text import UNSPACED
 
 Metric = Callable[[str, tuple[str, ...]], dict[str, float]]
-
-
-@dataclass(frozen=True)
-class MeanScore:
-    """A mean over items and its standard error, items of one document taken as one cluster.
-
-    ``standard_error`` is None for fewer than two documents, which say nothing about how documents differ.
-    """
-
-    value: float
-    standard_error: float | None
-    n_items: int
-    n_documents: int
-
-
-def exact_match(prediction: str, answers: tuple[str, ...]) -> float:
-    """1 if the prediction equals a gold answer after SQuAD normalisation, else 0."""
-    return _squad(prediction, answers)["em"]
-
-
-def f1(prediction: str, answers: tuple[str, ...]) -> float:
-    """Harmonic mean of precision and recall of words after SQuAD normalisation."""
-    return _squad(prediction, answers)["f1"]
-
-
-def exact_match_chinese(prediction: str, answers: tuple[str, ...]) -> float:
-    """As `exact_match`, without any punctuation and with each CJK character a token."""
-    return _squad_chinese(prediction, answers)["em"]
-
-
-def f1_chinese(prediction: str, answers: tuple[str, ...]) -> float:
-    """As `f1`, without any punctuation and with each CJK character a token."""
-    return _squad_chinese(prediction, answers)["f1"]
 
 
 def contains(prediction: str, answers: tuple[str, ...]) -> float:
@@ -73,31 +36,6 @@ def first_line(answer: str) -> str:
     return next((line.strip() for line in answer.splitlines() if line.strip()), "")
 
 
-def mean_score(scores: Sequence[float], documents: Sequence[str]) -> MeanScore:
-    """Mean of `scores` with a standard error that knows which document each item belongs to.
-
-    Questions about one document share its text and its archive, so they are not independent; the error is the
-    cluster-robust one of a mean, with the factor n / (n - 1) for n documents.
-
-    Raises
-    ------
-    ConfigError
-        If there are no scores, or not one document name for each.
-    """
-    if not scores or len(scores) != len(documents):
-        raise ConfigError(f"{len(scores)} scores and {len(documents)} document names: give one name a score")
-    mean = math.fsum(scores) / len(scores)
-    off_by_document = dict.fromkeys(documents, 0.0)
-    for score, document in zip(scores, documents, strict=True):
-        off_by_document[document] += score - mean
-    n_documents = len(off_by_document)
-    error = None
-    if n_documents > 1:
-        squares = math.fsum(off**2 for off in off_by_document.values())
-        error = math.sqrt(squares * n_documents / (n_documents - 1)) / len(scores)
-    return MeanScore(value=mean, standard_error=error, n_items=len(scores), n_documents=n_documents)
-
-
 def _squad(prediction: str, answers: tuple[str, ...]) -> dict[str, float]:
     """Raises MissingExtraError without torchmetrics, and ConfigError without gold answers."""
     try:
@@ -116,7 +54,7 @@ def _squad_chinese(prediction: str, answers: tuple[str, ...]) -> dict[str, float
 
 def _spaced(text: str) -> str:
     words = "".join(character for character in text if not unicodedata.category(character).startswith("P"))
-    return _CJK.sub(r" \1 ", words)
+    return UNSPACED.sub(r" \g<0> ", words)
 
 
 def _holds(text: str, words: str, flags: re.RegexFlag) -> bool:

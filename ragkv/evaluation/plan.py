@@ -11,13 +11,13 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from ragkv.errors import ConfigError
-from ragkv.evaluation.bench_text import read_text
 from ragkv.evaluation.compare import Questions
-from ragkv.evaluation.peers import PEERS, PeerPolicy
+from ragkv.evaluation.data.squality import EXPECTED, FILE, parse_squality
+from ragkv.evaluation.data.suite import read_data
+from ragkv.evaluation.data.suites import SUITES, load_suite
+from ragkv.evaluation.peers.policies import PEERS, PeerPolicy
 from ragkv.evaluation.run import Task
-from ragkv.evaluation.squality import parse_squality
 from ragkv.evaluation.subjects import DENSE, SubjectSpec
-from ragkv.evaluation.suites import SUITES, load_suite
 from ragkv.model.prompt import PromptLayout, data_ids, question_ids, tokenize_prompt
 from ragkv.model.shape import ModelShape
 from ragkv.recipe import RecallPolicy, Recipe
@@ -212,13 +212,8 @@ def _perplexity_tasks(options: EvalOptions, tokenizer: PreTrainedTokenizerBase, 
 
     A document begins with a story of its own and goes on with the next ones where that is too short.
     """
-    path = options.data / "squality_dev10.jsonl"
-    if not path.is_file():
-        raise ConfigError(f"suite {PERPLEXITY!r} needs {str(path)!r} and there is no such file")
-    try:
-        stories = ["\n\n".join(story.paragraphs) for story in parse_squality(read_text(path))]
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{str(path)!r} does not hold SQuALITY records: {error}") from error
+    found = read_data(options.data / FILE, EXPECTED, parse_squality, suite=PERPLEXITY)
+    stories = ["\n\n".join(story.paragraphs) for story in found]
     if options.documents > len(stories):
         raise ConfigError(f"suite {PERPLEXITY!r} has {len(stories)} stories and {options.documents} are asked for")
     lengths = {SHORT: SHORT_TOKENS, LONG: options.tokens - FORCED_TOKENS}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,16 +12,15 @@ from typing import Any
 
 from ragkv.errors import ConfigError
 from ragkv.evaluation.compare import Outcome, Questions, ask_dense, compare, continue_text
-from ragkv.evaluation.layer_probe import LayerFidelity, probe_layers
-from ragkv.evaluation.subjects import DENSE, DenseSubject, Document, SubjectMaker, SubjectSpec
+from ragkv.evaluation.layers import LayerFidelity, probe_layers
+from ragkv.evaluation.results import ResultsFolder
+from ragkv.evaluation.subjects import DENSE, DenseDocument, DenseSubject, SubjectMaker, SubjectSpec
 from ragkv.evaluation.timing import drain
 from ragkv.model.load import LoadedModel
 from ragkv.model.prefill import prefill_cache
-from ragkv.model.prompt import PromptLayout, PromptTokens, document_sha256, tokenize_prompt
+from ragkv.model.prompt import PromptLayout, PromptTokens, data_ids, document_sha256, tokenize_prompt
 
 Progress = Callable[[str, int, int], None]
-
-SETTINGS_FILE, RESULTS_FILE = "settings.json", "results.jsonl"
 
 
 @dataclass(frozen=True)
@@ -59,79 +57,12 @@ class Measured:
         outcomes = tuple(Outcome.from_dict(each) for each in values["outcomes"])
         return cls(**{**values, "outcomes": outcomes, "nll": tuple(values["nll"])})
 
-    def to_dict(self) -> dict[str, Any]:
-        return {**self.__dict__, "outcomes": [outcome.to_dict() for outcome in self.outcomes]}
-
-
-class ResultsFolder:
-    """A folder with the settings of a run and a line for each `Measured`; reopened, it knows what is done.
-
-    Raises
-    ------
-    ConfigError
-        If the folder holds results of other settings, or something else.
-    """
-
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        self.folder, self._lines = folder, folder / RESULTS_FILE
-        self.check(folder, settings)
-        path = folder / SETTINGS_FILE
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if not path.exists():
-                part = path.with_suffix(".part")  # a crash must not leave half of the settings under their name
-                part.write_text(json.dumps(settings, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-                part.rename(path)
-        except OSError as error:
-            raise ConfigError(f"cannot keep results in {str(folder)!r}: {error}") from error
-
-    @staticmethod
-    def check(folder: Path, settings: dict[str, Any]) -> None:
-        """Refuse a folder that cannot hold these results; nothing is written."""
-        path = folder / SETTINGS_FILE
-        try:
-            kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-            inside = {found.name for found in folder.iterdir()} if folder.exists() else set()
-        except OSError as error:
-            raise ConfigError(f"cannot keep results in {str(folder)!r}: {error}") from error
-        except ValueError as error:
-            raise ConfigError(f"{str(path)!r} is damaged; choose another --out") from error
-        if path.exists() and kept != json.loads(json.dumps(settings)):
-            raise ConfigError(f"{str(folder)!r} holds results of other settings; choose another --out")
-        if not path.exists() and inside - {path.with_suffix(".part").name}:
-            raise ConfigError(f"{str(folder)!r} is not empty and holds no {SETTINGS_FILE}; choose another --out")
-
-    def read(self) -> list[Measured]:
-        """Everything measured so far; a last line that was cut short by a crash is left out.
-
-        Raises
-        ------
-        ConfigError
-            If a whole line is not what `add` wrote.
-        """
-        if not self._lines.exists():
-            return []
-        lines = self._lines.read_bytes().splitlines(keepends=True)
-        try:
-            return [Measured.from_dict(json.loads(line)) for line in lines if line.endswith(b"\n")]
-        except (ValueError, TypeError, LookupError) as error:
-            raise ConfigError(f"{str(self._lines)!r} is damaged; delete it to measure again") from error
-
-    def add(self, measured: Measured) -> None:
-        """Append one line, whole."""
-        kept = self._lines.read_bytes() if self._lines.exists() else b""
-        if kept and not kept.endswith(b"\n"):
-            self._lines.write_bytes(kept[: kept.rfind(b"\n") + 1])
-        with self._lines.open("a", encoding="utf-8") as handle:
-            handle.write(json.dumps(measured.to_dict()) + "\n")
-            handle.flush()
-
 
 def run(
     model: LoadedModel,
     tasks: Sequence[Task],
     specs: Sequence[SubjectSpec],
-    results: ResultsFolder,
+    results: ResultsFolder[Measured],
     *,
     layout: PromptLayout,
     on_progress: Progress | None = None,
@@ -191,7 +122,7 @@ def measure_layers(
         )
 
 
-def _prefilled(model: LoadedModel, task: Task, layout: PromptLayout, report: Progress) -> tuple[Document, float]:
+def _prefilled(model: LoadedModel, task: Task, layout: PromptLayout, report: Progress) -> tuple[DenseDocument, float]:
     """The document in the model's own cache, and the seconds that took."""
     tokens = task.tokens or tokenize_prompt(model.tokenizer, layout, task.text)
     started = time.perf_counter()
@@ -202,7 +133,7 @@ def _prefilled(model: LoadedModel, task: Task, layout: PromptLayout, report: Pro
     )
     drain(model.model.device)
     prefill_s = time.perf_counter() - started
-    return Document(tokens=tokens, layout=layout, dense=dense, sha256=document_sha256(task.text)), prefill_s
+    return DenseDocument(tokens=tokens, layout=layout, dense=dense, sha256=document_sha256(task.text)), prefill_s
 
 
 def _measure(
@@ -216,7 +147,7 @@ def _measure(
     if questions is not None:
         references = ask_dense(model, document, questions, on_progress=partial(report, "dense answers"))
     else:
-        following = model.tokenizer(task.continuation, add_special_tokens=False)["input_ids"]
+        following = data_ids(model.tokenizer, task.continuation)
     with tempfile.TemporaryDirectory(prefix="ragkv-eval-") as folder:
         maker = SubjectMaker(model, document, Path(folder))
         for spec in (None, *specs):

@@ -10,11 +10,11 @@ from typing import Protocol
 
 from transformers import Cache, DynamicCache
 
-from ragkv.build.builder import write_archive
+from ragkv.build.builder import BuildRequest, write_archive
 from ragkv.build.layer import document_span
 from ragkv.build.probes import probe_ids
 from ragkv.errors import ConfigError
-from ragkv.evaluation.peers import PeerCache, PeerPolicy, PreparedPeer, prepare
+from ragkv.evaluation.peers.policies import PeerCache, PeerPolicy, PreparedPeer, prepare
 from ragkv.model.load import LoadedModel
 from ragkv.model.prefill import fork_cache, kv_nbytes, layer_tensors
 from ragkv.model.prompt import PromptLayout, PromptTokens
@@ -63,7 +63,7 @@ class SubjectSpec:
 
 
 @dataclass(frozen=True)
-class Document:
+class DenseDocument:
     """A document as it was prefilled: its tokens under a layout, and the model's own cache of them."""
 
     tokens: PromptTokens
@@ -92,8 +92,8 @@ class ArchiveSubject:
         self.name, self._archive, self._policy = name, archive, policy
         layers = [archive.whole_layer(x.index) if x.index in policy.dense_layers else x for x in archive.layers]
         self.resident_bytes, self.disk_bytes = archive.resident_bytes, archive.disk_bytes
-        self._held_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
-        self._recalls = any(layer.recall is not None for layer in layers)
+        self._held_bytes = sum(layer.resident_bytes for layer in layers)
+        self._recalls = any(layer.clusters is not None for layer in layers)
 
     def trial(self) -> Trial:
         """Every step reads all prototypes and exact tokens, and the rows it recalls."""
@@ -129,7 +129,7 @@ class PeerSubject:
 class SubjectMaker:
     """Makes the subjects of one document; an archive is built once for subjects that differ in their policy only."""
 
-    def __init__(self, model: LoadedModel, document: Document, folder: Path) -> None:
+    def __init__(self, model: LoadedModel, document: DenseDocument, folder: Path) -> None:
         self._model, self._document, self._folder = model, document, folder
         self._built: Recipe | None = None
         self._archive: Archive | None = None
@@ -146,20 +146,19 @@ class SubjectMaker:
         bare = dataclasses.replace(recipe, recall=RecallPolicy())
         if self._archive is None or bare != self._built:
             self._archive, self._built = None, bare
-            build = write_archive(
-                self._model,
-                self._document.tokens,
-                self._document.dense,
-                self._folder / "archive",
-                document_sha256=self._document.sha256,
-                recipe=bare,
+            request = BuildRequest(
+                model=self._model,
+                tokens=self._document.tokens,
                 layout=self._document.layout,
+                recipe=bare,
+                document_sha256=self._document.sha256,
             )
+            build = write_archive(request, self._document.dense, self._folder / "archive")
             self._archive = Archive.open(build.path, self._model)
         return self._archive
 
 
-def _peer(spec: SubjectSpec, policy: PeerPolicy, model: LoadedModel, document: Document) -> PeerSubject:
+def _peer(spec: SubjectSpec, policy: PeerPolicy, model: LoadedModel, document: DenseDocument) -> PeerSubject:
     probes = probe_ids(model.tokenizer, document.layout, document.tokens.document_ids)
     span = document_span(document.tokens, Recipe())
     return PeerSubject(

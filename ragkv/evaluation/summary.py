@@ -10,20 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
-import torch
-
 from ragkv.evaluation.compare import Outcome
-from ragkv.evaluation.fidelity import clustered_error
-from ragkv.evaluation.metrics import MeanScore, mean_score
 from ragkv.evaluation.run import Measured
+from ragkv.evaluation.stats import MeanScore, Quantiles, clustered_error, mean_score
 from ragkv.evaluation.subjects import DENSE
 from ragkv.evaluation.timing import Times
-
-LOOK_BACK_TOKENS = 1024
-"""An answer further than this from the end of the document makes a question one that looks back."""
+from ragkv.ledger.fit import LOOK_BACK_TOKENS
 
 _GRADED = ("f1", "entity_share")
 _TAIL_SHARE = 4
@@ -230,18 +226,14 @@ def _answers(asked: Sequence[Pair]) -> Answers:
 
 
 def _kl(outcomes: Sequence[Outcome]) -> KlSummary:
-    kl = [torch.tensor(outcome.kl, dtype=torch.float64) for outcome in outcomes]
-    agrees = [torch.tensor(outcome.agrees, dtype=torch.float64) for outcome in outcomes]
-    positions = torch.cat(kl)
-    quantiles = torch.quantile(positions, torch.tensor([0.5, 0.9, 0.99], dtype=torch.float64)).tolist()
+    kl, agrees = [outcome.kl for outcome in outcomes], [outcome.agrees for outcome in outcomes]
+    positions = [*chain.from_iterable(kl)]
     several = len(outcomes) > 1
     return KlSummary(
-        mean=float(positions.mean()),
+        mean=fmean(positions),
         standard_error=clustered_error(kl) if several else None,
-        median=quantiles[0],
-        p90=quantiles[1],
-        p99=quantiles[2],
-        top1=float(torch.cat(agrees).mean()),
+        **asdict(Quantiles.of(positions)),
+        top1=fmean(chain.from_iterable(agrees)),
         top1_standard_error=clustered_error(agrees) if several else None,
         n_positions=len(positions),
         n_questions=len(outcomes),

@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import psutil
 import torch
+
+from ragkv.evaluation.stats import Quantiles
 
 _SAMPLE_S = 0.02
 
 
 @dataclass(frozen=True)
-class Times:
-    """Median and tail of repeated times, in seconds."""
+class Times(Quantiles):
+    """Median and tail of `n` repeated times, in seconds."""
 
-    median: float
-    p90: float
-    p99: float
     n: int
 
     @classmethod
-    def of(cls, seconds: list[float]) -> Times:
-        ordered = torch.tensor(sorted(seconds), dtype=torch.float64)
-        median, p90, p99 = torch.quantile(ordered, torch.tensor([0.5, 0.9, 0.99], dtype=torch.float64)).tolist()
-        return cls(median=median, p90=p90, p99=p99, n=len(seconds))
+    def of(cls, values: Sequence[float]) -> Times:
+        return cls(**asdict(Quantiles.of(values)), n=len(values))
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:

@@ -50,9 +50,9 @@ class Archive:
     ) -> Archive:
         """Open the archive in the folder `path` for `model`.
 
-        Wholly one archive is opened, also while it is being replaced. Of its archived rows nothing is read: the checksum
-        of each row group is looked at when recall first touches it. Nothing is written, but that an archive on which a
-        build died half-way through its replacement is put back.
+        Wholly one archive is opened, also while it is being replaced. Of its archived rows nothing is read: the
+        checksum of each row group is looked at when recall first touches it. Nothing is written, but that an archive
+        is put back whose replacement died half-way.
 
         Parameters
         ----------
@@ -95,8 +95,8 @@ class Archive:
         """
         if self._rows.changed():
             raise ArchiveCorruptError(
-                f"{str(self.path)!r}: its rows were changed in place since it was opened; open it again, and replace an "
-                "archive by 'ragkv build' or by renaming its folder"
+                f"{str(self.path)!r}: its rows were changed in place since it was opened; open it again, and replace "
+                "archives by 'ragkv build' or by renaming its folder"
             )
 
     @property

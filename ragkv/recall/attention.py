@@ -379,7 +379,7 @@ def _near_products(query: torch.Tensor, payload: Payload, recalled: Recalled, pr
 
 
 def _near_sum(weights: torch.Tensor, payload: Payload, recalled: Recalled) -> torch.Tensor:
-    """Recalled values, or their residuals, summed with `weights` (n_kv_heads, n_rows, group, width): (..., value_dim)."""
+    """Recalled values, or residuals, summed with `weights` (n_kv_heads, n_rows, group, width): (..., value_dim)."""
     raw, basis = payload.value_part(recalled.rows), payload.value_basis
     if basis is None:
         return weights @ from_bits(raw, payload.dtype).float()

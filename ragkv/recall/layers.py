@@ -25,9 +25,9 @@ _LENGTH_BYTES = 4  # in front of each cluster's tokens in the rows file
 class ArchivedLayer:
     """What attention needs of one layer, on the model's device.
 
-    ``keys`` (n_kv_heads, n_exact, key_dim) and ``values`` (n_kv_heads, n_exact, value_dim) of the tokens that are always
-    attended exactly stand at ``exact_positions`` (n_exact,) int64. ``clusters`` is None for sliding layers, very short
-    documents, and layers whose every token is held.
+    ``keys`` (n_kv_heads, n_exact, key_dim) and ``values`` (n_kv_heads, n_exact, value_dim) of the tokens that are
+    always attended exactly stand at ``exact_positions`` (n_exact,) int64. ``clusters`` is None for sliding layers, very
+    short documents, and layers whose every token is held.
     """
 
     index: int

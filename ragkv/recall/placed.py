@@ -105,7 +105,7 @@ class PlacedLayer:
 
     @cached_property
     def sizes(self) -> torch.Tensor | None:
-        """Sizes of all clusters, documents one after another: (n_kv_heads, n_clusters) integer; None without clusters."""
+        """Sizes of all clusters, documents one after another: (n_kv_heads, n_clusters); None without clusters."""
         sizes = [table.sizes for table in self._tables]
         return torch.cat(sizes, dim=1) if len(sizes) > 1 else next(iter(sizes), None)
 

@@ -1,0 +1,1 @@
+"""Jobs that run from a checkout, and what only they use."""

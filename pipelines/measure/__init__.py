@@ -1,0 +1,1 @@
+"""Measure: what composed archives answer, and what their answers looked at, beside a joint prefill."""

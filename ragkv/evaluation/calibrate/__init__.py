@@ -1,0 +1,1 @@
+"""Calibrate: find the recipe for a model and a corpus by a stated rule."""

@@ -1,0 +1,1 @@
+"""Data: documents and questions from files on disk, or made from a document itself."""
