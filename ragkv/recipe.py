@@ -9,7 +9,7 @@ import dataclasses
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,8 +96,12 @@ class RecallPolicy:
             raise ConfigError(
                 f"recall: floor is {self.floor} and cap is {self.cap}; the floor must not be above the cap"
             )
-        if not all(_whole(layer, 0) for layer in self.dense_layers):
-            raise ConfigError(f"recall: dense_layers is {list(self.dense_layers)!r}; give layer numbers from 0")
+        listed = isinstance(self.dense_layers, Sequence) and not isinstance(self.dense_layers, str | bytes)
+        if not listed or not all(_whole(layer, 0) for layer in self.dense_layers):
+            shown = list(self.dense_layers) if listed else self.dense_layers
+            raise ConfigError(f"recall: dense_layers is {shown!r}; give layer numbers from 0, as a list")
+        if not isinstance(self.layer_budgets, Mapping):
+            raise ConfigError(f"recall: layer_budgets is {self.layer_budgets!r}; give a table of layer numbers")
         for layer, budget in self.layer_budgets.items():
             if not is_layer(layer) or not _whole(budget, 1):
                 raise ConfigError(
@@ -136,13 +140,7 @@ class RecallPolicy:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RecallPolicy:
         """Build a policy from plain values; unknown keys are refused."""
-        known = [each.name for each in dataclasses.fields(cls)]
-        unknown = sorted(set(values) - set(known))
-        if unknown:
-            raise ConfigError(f"recall: unknown key {unknown[0]!r}; known are {', '.join(known)}")
-        for name, kind in (("dense_layers", (list, tuple)), ("layer_budgets", Mapping)):
-            if name in values and not isinstance(values[name], kind):
-                raise ConfigError(f"recall: {name} is {values[name]!r}; see indexes/recipes/default.toml for its shape")
+        _check_keys("recall", values, [each.name for each in dataclasses.fields(cls)])
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -211,6 +209,8 @@ class Recipe:
                 raise ConfigError(f"recipe: {name} is {getattr(self, name)}; give 1 to {_MOST_PROTOTYPE_BITS}")
         for name, allowed in (("exact_codec", EXACT_CODECS), ("key_codec", CODECS), ("value_codec", CODECS)):
             _check_choice(name, getattr(self, name), allowed)
+        if not isinstance(self.recall, RecallPolicy):
+            raise ConfigError(f"recipe: recall is {self.recall!r}; give a RecallPolicy, or use Recipe.from_dict")
         if not isinstance(self.layer_codecs, Mapping):
             raise ConfigError(f"recipe: layer_codecs is {self.layer_codecs!r}; give a table of layer numbers")
         for layer, own in self.layer_codecs.items():
@@ -249,10 +249,7 @@ class Recipe:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
         """Build a recipe from plain values; unknown keys are refused."""
-        known = {each.name for each in dataclasses.fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ConfigError(f"recipe: unknown key {unknown[0]!r}; known are {', '.join(sorted(known))}")
+        _check_keys("recipe", values, sorted(each.name for each in dataclasses.fields(cls)))
         recall = values.get("recall", {})
         if not isinstance(recall, Mapping):
             raise ConfigError(f"recipe: recall is {recall!r}; give a table, [recall]")
@@ -279,6 +276,14 @@ class Recipe:
     def to_toml(self) -> str:
         """The recipe as TOML text that `from_toml` reads back to an equal recipe."""
         return "\n".join(_toml_lines(self.to_dict(), "")) + "\n"
+
+
+def _check_keys(where: str, values: object, known: Sequence[str]) -> None:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where} is {values!r}; give a table of {', '.join(known)}")
+    unknown = sorted(map(repr, set(values) - set(known)))
+    if unknown:
+        raise ConfigError(f"{where}: unknown key {unknown[0]}; known are {', '.join(known)}")
 
 
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

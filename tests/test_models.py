@@ -112,8 +112,10 @@ def test_an_unsupported_architecture_is_refused_before_its_weights_are_read(brok
     [
         ("", "neither a folder that exists nor a hub id"),
         ("no/such/folder", "neither a folder that exists nor a hub id"),
-        ("./nowhere", "neither a folder that exists nor a hub id"),
-        ("/nowhere", "neither a folder that exists nor a hub id"),
+        ("./nowhere", "is a local folder, and there is no such folder here"),
+        ("../no/where", "is a local folder, and there is no such folder here"),
+        ("~/nowhere-at-all", "is a local folder, and there is no such folder here"),
+        ("/nowhere", "is a local folder, and there is no such folder here"),
         ("two words", "neither a folder that exists nor a hub id"),
         ("nowhere.gguf", "there is no such file"),
         ("nobody/nothing", "cannot be loaded"),

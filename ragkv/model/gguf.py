@@ -10,10 +10,13 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import logging
 import os
+import re
 import shutil
 import struct
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +39,9 @@ CONVERTER_VERSION = 1
 MARKER = "ragkv-conversion.json"
 NAMES = "give demo, a hub id, a local folder or a .gguf file"
 
+SETTLED_S = 2.0
+"""A GGUF file that was written less than this many seconds ago is hashed at each load."""
+
 _BLOCK_BYTES = 1 << 20
 # What transformers, gguf and safetensors raise for files that are missing, truncated, malformed or of another model.
 _CHECKPOINT_ERRORS = (
@@ -54,6 +60,7 @@ _CHECKPOINT_ERRORS = (
 # The kinds whose messages say what is wrong without their names.
 _TELLING_ERRORS = (OSError, ValueError, RuntimeError, ImportError, SafetensorError, StrictDataclassError)
 Progress = Callable[[str], None]
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -162,12 +169,54 @@ def _read_config(path: Path) -> PreTrainedConfig:
 
 
 def _converted_folder(source: Path | GgufParts) -> tuple[Path, str]:
-    if isinstance(source, GgufParts):
-        sha256 = source.sha256
-    else:
-        with cache_errors(), source.open("rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    sha256 = source.sha256 if isinstance(source, GgufParts) else _file_sha256(source)
     return cache_dir() / "models" / sha256, sha256
+
+
+def _file_sha256(path: Path) -> str:
+    """The SHA-256 of a GGUF file; kept in the cache for as long as size, times and inode say it is the file hashed."""
+    try:
+        with path.open("rb") as file:
+            stamp = _stamp(file.fileno())
+            kept = cache_dir() / "gguf" / f"{stamp[0]:x}-{stamp[1]:x}.json"
+            if (known := _kept_sha256(kept, stamp)) is not None:
+                return known
+            begun = time.time_ns()
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            unchanged = _stamp(file.fileno()) == stamp
+    except OSError as error:
+        raise ConfigError(f"model {path.name!r} cannot be read: {error.strerror}; {NAMES}") from error
+    # A file that was just written may be written again within one tick of the clock that stamps it.
+    if unchanged and begun - max(stamp[3:]) >= SETTLED_S * 1e9:
+        _keep_sha256(kept, stamp, sha256)
+    return sha256
+
+
+def _stamp(file: int) -> list[int]:
+    found = os.fstat(file)
+    return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+
+
+def _kept_sha256(kept: Path, stamp: list[int]) -> str | None:
+    try:
+        entry = json.loads(kept.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(entry, dict) or entry.get("stamp") != stamp:
+        return None
+    sha256 = entry.get("sha256")
+    return sha256 if isinstance(sha256, str) and re.fullmatch("[0-9a-f]{64}", sha256) else None
+
+
+def _keep_sha256(kept: Path, stamp: list[int], sha256: str) -> None:
+    """Write an entry whole or not at all; a cache that cannot be written costs the next load its time only."""
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=kept.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
+            json.dump({"stamp": stamp, "sha256": sha256}, file)
+        os.replace(file.name, kept)
+    except OSError as error:
+        log.warning("the checksum of a GGUF file cannot be kept (%s); it is hashed at every load", error.strerror)
 
 
 def _is_whole(folder: Path, sha256: str) -> bool:

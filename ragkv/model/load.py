@@ -5,6 +5,7 @@ Remote code and pickled weights are never loaded.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +24,12 @@ from transformers import (
 )
 
 from ragkv.errors import ConfigError
+from ragkv.model.attention import attach
 from ragkv.model.fingerprint import Fingerprint, fingerprint
 from ragkv.model.gguf import (
     DEMO,
     NAMES,
     GgufParts,
-    cache_dir,
     checkpoint_errors,
     convert_gguf,
     gguf_config,
@@ -38,19 +39,54 @@ from ragkv.model.gguf import (
 from ragkv.model.prompt import PromptLayout, question_ids
 from ragkv.model.shape import DTYPES, model_shape
 
-__all__ = ["LoadedModel", "cache_dir", "load_config", "load_model"]
-
 DEMO_NAME = "demo"
+_LOCAL = (".", "~")  # no hub id begins like this
 _MIN_TOKENS = 16  # transformers makes up an empty tokenizer of a few special tokens where the files are missing
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in eval mode with ragkv's attention attached, its tokenizer, and the name it was loaded by."""
+    """A model in eval mode with ragkv's attention attached, its tokenizer, and the name it was loaded by.
+
+    From `load_model`, or from `LoadedModel.of` for a model that is in memory already. Archives record ``name``, and
+    commands load the model by it unless they are told another; that of a local folder begins with ``./``, ``../``,
+    ``~`` or ``/``, so that it is never taken for a hub id.
+    """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     name: str
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, name: str) -> LoadedModel:
+        """Use a model of your own, which was loaded with transformers: check it and attach ragkv's attention to it.
+
+        Weights and code stay as they are; the model is put in eval mode.
+
+        Parameters
+        ----------
+        name
+            What archives call it: the hub id or folder that it can be loaded by again, if there is one.
+
+        Raises
+        ------
+        ConfigError
+            If `model` or `tokenizer` is something else, or the model does not allow its attention to be chosen.
+        UnsupportedModelError
+            If the architecture cannot be archived exactly.
+        """
+        if not isinstance(model, PreTrainedModel):
+            raise ConfigError(f"model is a {type(model).__name__}; give a transformers model, or use load_model(name)")
+        if not isinstance(tokenizer, PreTrainedTokenizerBase) or not tokenizer.is_fast:
+            raise ConfigError(
+                f"tokenizer is a {type(tokenizer).__name__}, which gives no character offsets; give the model's fast "
+                "tokenizer, as AutoTokenizer loads it"
+            )
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"name is {name!r}; {NAMES}, by which the model can be loaded again")
+        model_shape(model.config)
+        attach(model.eval())
+        return cls(model=model, tokenizer=tokenizer, name=local_name(name))
 
     @property
     def layout(self) -> PromptLayout:
@@ -104,7 +140,8 @@ def load_model(
     Parameters
     ----------
     name
-        ``demo``, a hub id, a local folder (never looked up on the hub) or a ``.gguf`` file.
+        ``demo``, a hub id, a local folder or a ``.gguf`` file. A folder is never looked up on the hub, and not
+        later either, by the name that archives record: ``./`` is put in front where it could be read as a hub id.
     dtype
         bf16, fp16 or fp32; the checkpoint's own by default (bf16 for the demo model and GGUF files).
     device
@@ -121,8 +158,6 @@ def load_model(
     MissingExtraError
         If the demo model, or the reader of GGUF files, is not installed.
     """
-    from ragkv.model.attention import attach
-
     chosen_dtype, chosen_device = _parse_dtype(dtype), _parse_device(device)
     source = _source(name)
     location = source if isinstance(source, str) else str(convert_gguf(source, progress=progress))
@@ -133,9 +168,7 @@ def load_model(
         if progress is not None:
             progress(f"loading {name} to {chosen_device}")
         model = _read_weights(location, name, dtype=chosen_dtype, device=chosen_device, local_files_only=local)
-    model.eval()
-    attach(model)
-    return LoadedModel(model=model, tokenizer=tokenizer, name=name)
+    return LoadedModel.of(model, tokenizer, name=name)
 
 
 def question_inputs(
@@ -175,19 +208,35 @@ def padded_inputs(
     }
 
 
+def local_name(name: str) -> str:
+    """`name`, with ``./`` in front where it is a folder that could be read as a hub id."""
+    path = Path(name)
+    if not path.is_dir() or path.is_absolute() or name.startswith(_LOCAL):
+        return name
+    return f"./{name}"
+
+
 def _source(name: str) -> str | Path | GgufParts:
-    """What a name stands for: a folder or hub id (str), a GGUF file (Path), or the demo model's parts."""
+    """What a name stands for: a folder or hub id (str), a GGUF file (Path), or the demo model's parts.
+
+    The path of a folder is such that transformers cannot take it for a hub id, should the folder go away meanwhile.
+    """
     if name == DEMO_NAME:
         return DEMO
     path = Path(name).expanduser()
     if path.is_dir() and name:
-        return str(path)
+        return os.path.expanduser(local_name(name))
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
             raise ConfigError(f"model {name!r}: there is no such file; {NAMES}")
         return path
     if path.is_file():
         raise ConfigError(f"model {name!r} is a file but not a .gguf file; {NAMES}")
+    if name.startswith(_LOCAL) or path.is_absolute():
+        raise ConfigError(
+            f"model {name!r} is a local folder, and there is no such folder here; run this where it is, or give the "
+            f"model by another name; {NAMES}"
+        )
     try:
         validate_repo_id(name)
     except HFValidationError as error:

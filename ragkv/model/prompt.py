@@ -7,9 +7,12 @@ computed. Text that comes from a document or a question is data: a literal speci
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -31,6 +34,18 @@ CHAT_PROMPT = (
     "Read the document, then answer the question about it.\n\n{document}\n\n"
     "Question: {question}\nAnswer briefly and only from the document."
 )
+
+TEMPLATE_DATE = datetime(2024, 7, 26)
+"""The date that a chat template gets for today's: the one that Llama's templates write where they are given none."""
+
+_ANOTHER_DATE = datetime(2001, 11, 23)
+_CLOCK = "strftime_now"
+_DATE_DIRECTIVES = (
+    *(f"%-{letter}" for letter in "dmHIMSjy"),
+    *(f"%{letter}" for letter in "aAbBcdDeFGHIjmMpSTuUVwWxXyY%"),
+)
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -63,13 +78,17 @@ class PromptLayout:
 
     @classmethod
     def chat(cls, tokenizer: PreTrainedTokenizerBase) -> PromptLayout:
-        """The default for instruct models: one user turn of the tokenizer's chat template, split at the slots."""
+        """The default for instruct models: one user turn of the tokenizer's chat template, split at the slots.
+
+        A template that writes today's date gets `TEMPLATE_DATE` instead, with a warning: archives of two days would
+        have different prefixes, so that each day all of them were built again, and they could not be composed.
+        """
         if not tokenizer.chat_template:
             raise ConfigError("layout 'chat' needs a tokenizer with a chat template; use 'plain'")
-        rendered = tokenizer.apply_chat_template(
-            [{"role": "user", "content": CHAT_PROMPT}], tokenize=False, add_generation_prompt=True
-        )
-        return cls.from_prompt(str(rendered))
+        rendered = _rendered(tokenizer, TEMPLATE_DATE)
+        if _rendered(tokenizer, _ANOTHER_DATE) != rendered:
+            _warn_of_date(rendered)
+        return cls.from_prompt(rendered)
 
     @classmethod
     def default(cls, tokenizer: PreTrainedTokenizerBase) -> PromptLayout:
@@ -82,6 +101,34 @@ class PromptLayout:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> PromptLayout:
         return cls(prefix=values["prefix"], question=values["question"], stop=tuple(values["stop"]))
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, today: datetime) -> str:
+    """`CHAT_PROMPT` as a turn of the tokenizer's chat template, whose clock shows `today`."""
+    turn, template = [{"role": "user", "content": CHAT_PROMPT}], tokenizer.get_chat_template()
+    if _CLOCK in template:
+        template = _stopped_clock(today) + template
+    return str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, chat_template=template))
+
+
+def _stopped_clock(today: datetime) -> str:
+    """A Jinja macro in the place of the function that transformers gives to templates (functions it does not take)."""
+    formatted = "format" + "".join(
+        f"|replace('{directive}', '{today.strftime(directive)}')" for directive in _DATE_DIRECTIVES
+    )
+    # The empty text keeps what follows at its place: Jinja drops a line break behind a block.
+    return f"{{%- macro {_CLOCK}(format) -%}}{{{{ {formatted} }}}}{{%- endmacro %}}{{{{ '' }}}}"
+
+
+@lru_cache(maxsize=64)
+def _warn_of_date(rendered: str) -> None:
+    """Say once for each prompt that its date is made up."""
+    log.warning(
+        "the chat template writes today's date; %s is written instead, so that archives of different days have one "
+        "prompt; to give the model another date, or none, write the prompt yourself: --layout prompt.toml, or "
+        "PromptLayout.from_prompt",
+        TEMPLATE_DATE.strftime("%d %b %Y"),
+    )
 
 
 @dataclass(frozen=True)
