@@ -3,7 +3,7 @@
 Examples:
 
   python -m pipelines.recipes --model demo --tokens 8192 --grid
-  python -m pipelines.recipes --model demo --tokens 8192 --set tokens_per_cluster=8 --set "key_codec=int2 value_codec=int2"
+  python -m pipelines.recipes --model demo --set tokens_per_cluster=8 --set "key_codec=int2 value_codec=int2"
   python -m pipelines.recipes --model demo --tokens 8192 --fit-on other.txt
   python -m pipelines.recipes --model demo --text a.txt --fit-on b.txt
 """
@@ -30,7 +30,7 @@ from ragkv.errors import ConfigError
 from ragkv.evaluation.bench import cut_text, environment
 from ragkv.evaluation.data.own_questions import quotation_questions
 from ragkv.evaluation.data.reference_text import default_text
-from ragkv.evaluation.fidelity import measure_fidelity
+from ragkv.evaluation.fidelity import DenseAnswer, dense_answers, fidelity_to
 from ragkv.model.prefill import kv_nbytes
 
 GRID = (
@@ -68,9 +68,22 @@ def recipe_of(words: str) -> Recipe:
     return dataclasses.replace(Recipe(), **changes)
 
 
+class Reference:
+    """The dense answers to some questions, worked out once: recipes do not change them."""
+
+    def __init__(self, questions: Sequence[str]) -> None:
+        self._questions = questions
+        self._answers: list[DenseAnswer] = []
+
+    def answers(self, archive: Archive, dense: DynamicCache) -> list[DenseAnswer]:
+        if not self._answers:
+            self._answers = dense_answers(archive, dense, self._questions)
+        return self._answers
+
+
 @torch.no_grad()
 def measure(
-    request: BuildRequest, dense: DynamicCache, questions: Sequence[str], transforms: Transforms | None, budget: int
+    request: BuildRequest, dense: DynamicCache, reference: Reference, transforms: Transforms | None, budget: int
 ) -> dict[str, Any]:
     """One row of the table: an archive of what is prefilled, against the model's own attention to it."""
     size = kv_nbytes(dense)
@@ -78,7 +91,7 @@ def measure(
         built = write_archive(request, dense, Path(folder) / "archive", transforms=transforms)
         given = None if transforms is None else (lambda _sha256: transforms)
         archive = Archive.open(built.path, request.model, transforms=given)
-        found = measure_fidelity(archive, dense, questions, budget=budget)
+        found = fidelity_to(reference.answers(archive, dense), archive, budget=budget)
         return {
             "kl": found.kl,
             "kl_error": found.kl_standard_error,
@@ -112,22 +125,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = load_model(options.model)
     source = options.text.read_text(encoding="utf-8") if options.text else default_text()
     text = cut_text(model, model.layout, source, options.tokens)
-    questions = quotation_questions(text)[: options.questions]
+    reference = Reference(quotation_questions(text, options.questions))
     first = BuildRequest.of(model, text)
     dense = first.prefill()
     rows: list[dict[str, Any]] = []
     words = [*(GRID if options.grid else ()), *options.set] or [""]
-    print(json.dumps({"model": options.model, "tokens": len(first.prompt_ids), "budget": options.budget, **environment()}))
+    print(
+        json.dumps({"model": options.model, "tokens": len(first.prompt_ids), "budget": options.budget, **environment()})
+    )
     print("  ".join(f"{name:>8}" for name in _COLUMNS), " recipe")
     for word in words:
         recipe = recipe_of(word)
         request = dataclasses.replace(first, recipe=recipe)
         kinds: list[tuple[str, Transforms | None]] = [("", None)]
         if options.fit_on:
-            others = [cut_text(model, model.layout, each.read_text(encoding="utf-8"), options.tokens) for each in options.fit_on]
+            others = [
+                cut_text(model, model.layout, each.read_text(encoding="utf-8"), options.tokens)
+                for each in options.fit_on
+            ]
             kinds.append((" (transforms of other texts)", shared_transforms(model, others, recipe)))
         for kind, transforms in kinds:
-            row = measure(request, dense, questions, transforms, options.budget)
+            row = measure(request, dense, reference, transforms, options.budget)
             rows.append({"recipe": (word or "default") + kind, **row})
             print("  ".join(f"{row[name]:8.4f}" for name in _COLUMNS), f" {rows[-1]['recipe']}", flush=True)
     if options.json:

@@ -10,11 +10,14 @@ import pytest
 import torch
 from tokenizers import normalizers
 
+import ragkv.recall.attention
 from ragkv import Archive, ArchiveCache, PromptLayout, build_archive
 from ragkv.answer.ask import ask
 from ragkv.answer.evidence import AttentionMass
 from ragkv.errors import ConfigError
+from ragkv.recall.attention import BlockRecall, PartShare
 from ragkv.recall.composition import Composition, Document
+from ragkv.recall.placed import PlacedLayer
 from ragkv.recall.prefilled import prefill_document
 from ragkv.recall.recompute import recompute
 from ragkv.recipe import RecallPolicy
@@ -74,15 +77,69 @@ def test_what_is_estimated_is_spread_over_the_cluster(tmp_path: Path) -> None:
     """One cluster is recalled per head; the tokens of each other one have equal weights per head."""
     archive = archive_of(tmp_path / "archive", document=TEXTS[0])
     mass, _ = measured(archive, budget=1, n_new=1)
-    mass.by_layer(0)
-    table = archive.layers[0].recall
+    table, rows = archive.layers[0].recall, mass.by_row(0, 0)
     assert table is not None
-    rows = mass._total[0, 0][:, : table.n_tokens]
+    assert rows is not None
+    rows = rows[:, : table.n_tokens]
     for head, sizes in enumerate(table.sizes.tolist()):
         groups = rows[head].split(sizes)
         uneven = [index for index, group in enumerate(groups) if len(group) > 1 and float(group.std()) > 1e-12]
         assert len(uneven) <= 1
     assert 0 < float(rows.sum()) < 4
+
+
+class SpreadEachRow(AttentionMass):
+    """The same sum by the plain way: each row is spread over all tokens at once, and kept by layer and document."""
+
+    def __init__(self, composition: Composition) -> None:
+        super().__init__(composition)
+        self.rows: dict[tuple[int, int], list[torch.Tensor]] = {}
+
+    def on_recall(self, layer: PlacedLayer, recall: BlockRecall, *, begins: bool) -> None:
+        super().on_recall(layer, recall, begins=begins)
+        for place, share in enumerate(recall.shares):
+            kept = self.rows.setdefault((layer.index, place), [])
+            if not begins:
+                kept.pop()  # an earlier block of the same call
+            kept.append(self.spread(share))
+
+    @staticmethod
+    def spread(share: PartShare) -> torch.Tensor:
+        held = share.held[:, -1].sum(1).double()
+        table = share.part.layer.recall
+        if table is None:
+            return held
+        tokens = []
+        for head, sizes in enumerate(table.sizes.tolist()):
+            each = [held[head, cluster].repeat(size) / size for cluster, size in enumerate(sizes) if size]
+            first = [sum(sizes[:cluster]) for cluster in range(len(sizes))]
+            tokens.append(torch.cat(each))
+            if share.choice is not None and share.near is not None:
+                weights, at = share.near[head, -1].sum(0).double(), 0
+                for cluster in share.choice.hit_ids()[head, -1].tolist():
+                    if cluster >= 0:
+                        rows = slice(first[cluster], first[cluster] + sizes[cluster])
+                        tokens[-1][rows] += weights[at : at + sizes[cluster]]
+                        at += sizes[cluster]
+        return torch.cat([torch.stack(tokens), held[:, table.n_clusters :]], dim=1)
+
+
+@pytest.mark.parametrize("budget", [1, 30, 120, EVERYTHING])
+@pytest.mark.parametrize("block_floats", [1, 1 << 22])
+def test_spreading_once_in_the_end_gives_what_spreading_each_row_does(
+    budget: int, block_floats: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ragkv.recall.attention, "_BLOCK_FLOATS", block_floats)
+    archives = [archive_of(tmp_path / str(place), document=text, recipe=CODED) for place, text in enumerate(TEXTS)]
+    composition = Composition(archives)
+    mass = SpreadEachRow(composition)
+    cache = ArchiveCache(composition, budget=budget, observer=mass)
+    composition.model.model.generate(
+        **composition.questions([QUESTIONS[1]]), cache=cache, max_new_tokens=12, min_new_tokens=12, do_sample=False
+    )
+    assert mass.rows
+    for (index, place), rows in mass.rows.items():
+        torch.testing.assert_close(mass.by_row(index, place), torch.stack(rows).sum(0), atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("budget", [8, EVERYTHING])

@@ -221,12 +221,12 @@ def test_an_empty_question_is_refused_before_anything_is_done(
         for ask in (
             asked.query,
             lambda q: asyncio.run(asked.aquery(q)),
-            lambda q: asked._synthesizer.synthesize(q, bare),
+            lambda q: asked._response_synthesizer.synthesize(q, bare),
         ):
             with pytest.raises(ConfigError, match="the question is empty"):
                 ask(question)
         with pytest.raises(ConfigError, match="the question is empty"):
-            asked._synthesizer.get_response(question, ["A text without an archive."])
+            asked._response_synthesizer.get_response(question, ["A text without an archive."])
     assert calls == []
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ragkv.answer.ask import ask
 from ragkv.catalog.catalog import Catalog
 from ragkv.errors import ConfigError
 from ragkv.llamaindex import RagKVQueryEngine, RagKVSynthesizer
+from ragkv.llamaindex.options import AnswerOptions
 from ragkv.model.prompt import PromptLayout, question_ids
 from ragkv.recall.recompute import recompute
 from ragkv.recipe import RecallPolicy
@@ -281,6 +283,32 @@ def test_callback_handlers_count_the_tokens(catalog: Catalog, retriever: Any, st
 def test_options_out_of_range_are_refused_at_once(catalog: Catalog, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         RagKVSynthesizer(catalog, **options)
+
+
+@pytest.mark.parametrize("taker", [RagKVSynthesizer, RagKVQueryEngine.from_args])
+def test_every_option_stands_in_the_signature_with_its_default(taker: Any) -> None:
+    shown = inspect.signature(taker).parameters
+    assert {name: each.default for name, each in shown.items() if each.kind == each.KEYWORD_ONLY}.items() >= {
+        each.name: each.default for each in fields(AnswerOptions)
+    }.items()
+    assert {"streaming", "empty_response", "callback_manager"} <= shown.keys()
+    assert "options" not in shown
+
+
+def test_an_option_that_does_not_exist_is_refused(catalog: Catalog, retriever: Any) -> None:
+    with pytest.raises(TypeError, match="budgte"):
+        engine(retriever, catalog, budgte=3)
+
+
+def test_an_engine_over_another_retriever_answers_with_the_same_options(catalog: Catalog, retriever: Any) -> None:
+    first = engine(retriever, catalog, max_new_tokens=3)
+    other = retriever_of(archived_nodes(catalog), top_k=1)
+    second = first.with_retriever(other)
+    assert isinstance(first, RetrieverQueryEngine)
+    assert type(second) is RagKVQueryEngine
+    assert (first.retriever, second.retriever) == (retriever, other)
+    usage = asyncio.run(second.aquery(QUESTION)).metadata["ragkv"]["usage"]
+    assert 1 <= usage["completion_tokens"] <= 3
 
 
 def test_a_catalog_without_its_model_is_refused(catalog: Catalog) -> None:

@@ -52,24 +52,58 @@ def measure_fidelity(
     `dense` is not changed. Answers end at the layout's stop strings, at the end token, or
     after `max_new_tokens`.
     """
+    answers = dense_answers(archive, dense, questions, max_new_tokens=max_new_tokens)
+    return fidelity_to(answers, archive, policy=policy, budget=budget, on_progress=on_progress)
+
+
+@dataclass(frozen=True)
+class DenseAnswer:
+    """The dense model's own answer to one question, and the inputs that led to it."""
+
+    inputs: dict[str, torch.Tensor]
+    decoded: Decoded
+
+
+@torch.no_grad()
+def dense_answers(
+    archive: Archive, dense: DynamicCache, questions: Sequence[str], *, max_new_tokens: int = 24
+) -> list[DenseAnswer]:
+    """What `dense` answers to each question behind the document of `archive`, whatever else the archive holds."""
+    model, layout, found = archive.model, archive.manifest.layout, []
+    for question in questions:
+        inputs = archive.pad([question_ids(model.tokenizer, layout, question)])
+        decoded = decode_answer(model, inputs, fork_cache(dense), stop=layout.stop, max_new_tokens=max_new_tokens)
+        found.append(DenseAnswer(inputs, decoded))
+    return found
+
+
+@torch.no_grad()
+def fidelity_to(
+    answers: Sequence[DenseAnswer],
+    archive: Archive,
+    *,
+    policy: RecallPolicy | None = None,
+    budget: int | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Fidelity:
+    """Compare recall with dense answers; options as for `measure_fidelity`."""
     model, layout = archive.model, archive.manifest.layout
     kl_by_question: list[list[float]] = []
     hit_by_question: list[list[float]] = []
-    for done, question in enumerate(questions):
-        inputs = archive.pad([question_ids(model.tokenizer, layout, question)])
-        reference = decode_answer(model, inputs, fork_cache(dense), stop=layout.stop, max_new_tokens=max_new_tokens)
+    for done, answer in enumerate(answers):
+        reference = answer.decoded
         recalled = decode_answer(
             model,
-            inputs,
+            answer.inputs,
             ArchiveCache(archive, policy=policy, budget=budget),
             stop=layout.stop,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=len(reference.token_ids),
             forced=reference.token_ids,
         )
         kl_by_question.append(kl_divergence(reference.logits, recalled.logits).tolist())
         hit_by_question.append(agreement(reference.logits, recalled.logits).tolist())
         if on_progress is not None:
-            on_progress(done + 1, len(questions))
+            on_progress(done + 1, len(answers))
     kl, hits = [*chain.from_iterable(kl_by_question)], [*chain.from_iterable(hit_by_question)]
     return Fidelity(
         kl=fmean(kl),
@@ -77,7 +111,7 @@ def measure_fidelity(
         kl_standard_error=clustered_error(kl_by_question),
         top1_standard_error=clustered_error(hit_by_question),
         n_positions=len(kl),
-        n_questions=len(questions),
+        n_questions=len(answers),
     )
 
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing, closing
 from dataclasses import asdict
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn, Self
 
 import torch
 from llama_index.core.base.llms.generic_utils import (
     astream_completion_response_to_chat_response,
     completion_response_to_chat_response,
 )
-from llama_index.core.base.llms.generic_utils import (
-    messages_to_prompt as generic_prompt,
-)
+from llama_index.core.base.llms.generic_utils import messages_to_prompt as generic_prompt
 from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
@@ -38,21 +37,39 @@ from transformers import DynamicCache
 from ragkv.answer.ask import Answer, ask, check_options, generate_greedy
 from ragkv.answer.stream import AnswerStreamer
 from ragkv.errors import ConfigError
-from ragkv.llamaindex.copies import HoldsModel
-from ragkv.llamaindex.streaming import (
-    Finished,
-    OnText,
-    ShouldStop,
-    async_pieces,
-    in_thread,
-    pieces,
-)
+from ragkv.llamaindex.streaming import Finished, OnText, ShouldStop, async_pieces, in_thread, pieces
 from ragkv.model.load import LoadedModel
 from ragkv.model.prompt import prefix_ids
 from ragkv.model.shape import check_length, model_shape
 from ragkv.recall.composition import Composition, Document
 from ragkv.recall.prefilled import PrefilledDocument
 from ragkv.recipe import RecallPolicy
+
+
+class HoldsModel:
+    """Mixin of pydantic components: deep copies share the model, and pickling is refused.
+
+    A deep copy would hold the weights twice, and match no archive, which is opened for one model object. Half of a
+    component in another process, which is what LlamaIndex makes of parts that cannot be pickled, would answer nothing.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        return copy.copy(self)
+
+    def __getstate__(self) -> NoReturn:
+        raise ConfigError(
+            f"{type(self).__name__} holds an open model and cannot be pickled or sent to another process; make one "
+            "there (an IngestionPipeline: run it without num_workers)"
+        )
+
+
+class PlainHoldsModel(HoldsModel):
+    """The same for classes that pydantic does not copy."""
+
+    def __copy__(self) -> Self:
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
 
 
 class RagKVLLM(HoldsModel, CustomLLM):

@@ -3,41 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import aclosing, closing
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing, closing, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import llama_index.core.instrumentation as instrument
 from llama_index.core.base.llms.types import CompletionResponse
-from llama_index.core.base.response.schema import (
-    RESPONSE_TYPE,
-    AsyncStreamingResponse,
-    Response,
-    StreamingResponse,
-)
+from llama_index.core.base.response.schema import RESPONSE_TYPE, Response
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.callbacks.schema import CBEventType, EventPayload
 from llama_index.core.indices.prompt_helper import ChatPromptHelper, PromptHelper
 from llama_index.core.instrumentation.events.synthesis import SynthesizeEndEvent, SynthesizeStartEvent
 from llama_index.core.prompts.mixin import PromptDictType
 from llama_index.core.response_synthesizers import BaseSynthesizer
-from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, QueryType, TextNode
+from llama_index.core.schema import NodeWithScore, QueryBundle, QueryType, TextNode
 from llama_index.core.types import RESPONSE_TEXT_TYPE, TokenAsyncGen, TokenGen
 
 from ragkv.answer.ask import check_options
 from ragkv.catalog.catalog import Catalog
 from ragkv.errors import ConfigError
-from ragkv.llamaindex.copies import PlainHoldsModel
-from ragkv.llamaindex.documents import PREFILL, Resolution, loaded_model, resolve
-from ragkv.llamaindex.llm import RagKVLLM
-from ragkv.llamaindex.options import AnswerOptions
+from ragkv.llamaindex.documents import Resolution, loaded_model, resolve
+from ragkv.llamaindex.llm import PlainHoldsModel, RagKVLLM
+from ragkv.llamaindex.options import AnswerOptions, shows_options_of
 from ragkv.llamaindex.streaming import ShouldStop, in_thread, stop_check
 from ragkv.model.prompt import data_ids
-from ragkv.recall.composition import CONSECUTIVE, Composition
-from ragkv.recall.placed import Weighting
+from ragkv.recall.composition import Composition
 from ragkv.recall.recompute import recompute
-from ragkv.recipe import RecallPolicy
 
 METADATA_KEY = "ragkv"
 dispatcher = instrument.get_dispatcher(__name__)
@@ -45,23 +37,32 @@ dispatcher = instrument.get_dispatcher(__name__)
 
 @dataclass(frozen=True)
 class _Request:
-    """The documents of one question, the LLM over them, and the metadata that its response will have."""
+    """The documents of one question, the LLM over them, and the report that its response will have."""
 
     resolution: Resolution
     llm: RagKVLLM
-    metadata: dict[str, Any]
+    report: dict[str, Any]
 
     def fill(self, completion: CompletionResponse) -> None:
-        """Add what was measured to the metadata, in place: a streaming response holds it already."""
+        """Add what was measured to the report, in place: a streaming response holds it already."""
         if completion.raw is None:
             return
-        report = dict(completion.raw["ragkv"])
+        measured = dict(completion.raw["ragkv"])
         documents = self.resolution.documents
-        if report["evidence"]:
-            report["evidence"] = [
-                {"id": document.id, **found} for document, found in zip(documents, report["evidence"], strict=True)
+        if measured["evidence"]:
+            measured["evidence"] = [
+                {"id": document.id, **found} for document, found in zip(documents, measured["evidence"], strict=True)
             ]
-        self.metadata[METADATA_KEY].update(usage=completion.raw["usage"], **report)
+        self.report.update(usage=completion.raw["usage"], **measured)
+
+
+@dataclass
+class _Turn:
+    """One question between the events of its beginning and its end; the response is put in meanwhile."""
+
+    question: str = ""
+    sources: list[NodeWithScore] = field(default_factory=list)
+    response: RESPONSE_TYPE = field(default_factory=lambda: Response(None))
 
 
 class RagKVSynthesizer(PlainHoldsModel, BaseSynthesizer):
@@ -76,52 +77,25 @@ class RagKVSynthesizer(PlainHoldsModel, BaseSynthesizer):
     ----------
     catalog
         Opened with its model.
-    on_missing
-        What to do for a node whose archive cannot be used: ``prefill`` its text, ``build`` it, or ``raise``.
-    positions, weighting
-        How documents stand to each other and to the question (see `ragkv.recall.composition.Composition`).
-    recompute_tokens
-        First tokens of each later document that are computed again (see `ragkv.recompute`); 0 for none.
-    policy, budget, max_new_tokens, evidence
-        As for `ragkv.answer.ask.ask`.
-    best_last
-        Put the best node's document next to the question, instead of first.
-    metadata_mode
-        Which metadata belongs to a node's text; as given to `ArchiveTransform`.
+    streaming, empty_response, callback_manager
+        As for every synthesizer of LlamaIndex.
+    **options
+        See `ragkv.llamaindex.options.AnswerOptions`, whose fields they are.
     """
 
+    @shows_options_of(AnswerOptions)
     def __init__(
         self,
         catalog: Catalog,
         *,
-        on_missing: str = PREFILL,
-        positions: str = CONSECUTIVE,
-        weighting: Weighting | None = None,
-        recompute_tokens: int = 0,
-        policy: RecallPolicy | None = None,
-        budget: int | None = None,
-        max_new_tokens: int = 64,
-        evidence: bool = True,
-        best_last: bool = False,
-        metadata_mode: MetadataMode = MetadataMode.NONE,
         streaming: bool = False,
         empty_response: str | None = None,
         callback_manager: CallbackManager | None = None,
+        **options: Any,
     ) -> None:
         self._catalog, self._model = catalog, loaded_model(catalog)
-        self._options = AnswerOptions(
-            on_missing=on_missing,
-            positions=positions,
-            weighting=weighting,
-            recompute_tokens=recompute_tokens,
-            policy=policy,
-            budget=budget,
-            max_new_tokens=max_new_tokens,
-            evidence=evidence,
-            best_last=best_last,
-            metadata_mode=metadata_mode,
-        )
-        llm = RagKVLLM(self._model, max_new_tokens=max_new_tokens)
+        self._options = AnswerOptions(**options)
+        llm = RagKVLLM(self._model, max_new_tokens=self._options.max_new_tokens)
         super().__init__(
             llm=llm,
             callback_manager=callback_manager,
@@ -142,26 +116,10 @@ class RagKVSynthesizer(PlainHoldsModel, BaseSynthesizer):
     ) -> RESPONSE_TYPE:
         """Answer `query` from the documents of `nodes`; the additional ones are only passed on as sources."""
         _refuse(response_kwargs)
-        dispatcher.event(SynthesizeStartEvent(query=query))
-        response: RESPONSE_TYPE
-        if not nodes:
-            response = self._nothing([])
-        else:
-            question = _question(query)
-            sources = [*nodes, *(additional_source_nodes or ())]
-            with self._callback_manager.event(
-                CBEventType.SYNTHESIZE, payload={EventPayload.QUERY_STR: question}
-            ) as event:
-                request = self._request(nodes, sources)
-                if request is None:
-                    response = self._nothing(sources)
-                elif self._streaming:
-                    response = StreamingResponse(_tokens(request, question), sources, request.metadata)
-                else:
-                    response = Response(_answer(request, question), sources, request.metadata)
-                event.on_end(payload={EventPayload.RESPONSE: response})
-        dispatcher.event(SynthesizeEndEvent(query=query, response=response))
-        return response
+        with self._turn(query, nodes, additional_source_nodes) as turn:
+            request = self._request(nodes)
+            turn.response = self._respond(self._text(request, turn.question), turn.sources, request)
+        return turn.response
 
     @dispatcher.span
     async def asynthesize(
@@ -171,37 +129,18 @@ class RagKVSynthesizer(PlainHoldsModel, BaseSynthesizer):
         additional_source_nodes: Sequence[NodeWithScore] | None = None,
         **response_kwargs: Any,
     ) -> RESPONSE_TYPE:
-        """As `synthesize`; archives are opened and the answer is worked out in threads."""
+        """As `synthesize`, without blocking the event loop."""
         _refuse(response_kwargs)
-        dispatcher.event(SynthesizeStartEvent(query=query))
-        response: RESPONSE_TYPE
-        if not nodes:
-            response = self._anothing([])
-        else:
-            question = _question(query)
-            sources = [*nodes, *(additional_source_nodes or ())]
-            with self._callback_manager.event(
-                CBEventType.SYNTHESIZE, payload={EventPayload.QUERY_STR: question}
-            ) as event:
-                request = await in_thread(lambda should_stop: self._request(nodes, sources, should_stop))
-                if request is None:
-                    response = self._anothing(sources)
-                elif self._streaming:
-                    response = AsyncStreamingResponse(_atokens(request, question), sources, request.metadata)
-                else:
-                    response = Response(await _aanswer(request, question), sources, request.metadata)
-                event.on_end(payload={EventPayload.RESPONSE: response})
-        dispatcher.event(SynthesizeEndEvent(query=query, response=response))
-        return response
+        with self._turn(query, nodes, additional_source_nodes) as turn:
+            request = await in_thread(lambda should_stop: self._request(nodes, should_stop))
+            turn.response = self._respond(await self._atext(request, turn.question), turn.sources, request)
+        return turn.response
 
     def get_response(self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any) -> RESPONSE_TEXT_TYPE:
         """Answer from texts without nodes: each by the archive of its text, if there is one."""
         _refuse(response_kwargs)
-        question, nodes = _question(query_str), _as_nodes(text_chunks)
-        request = self._request(nodes, nodes)
-        if request is None:
-            return self._empty_response_generator() if self._streaming else self._empty_response
-        return _tokens(request, question) if self._streaming else _answer(request, question)
+        question = _question(query_str)
+        return self._text(self._request(_as_nodes(text_chunks)), question)
 
     async def aget_response(
         self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any
@@ -209,10 +148,7 @@ class RagKVSynthesizer(PlainHoldsModel, BaseSynthesizer):
         """As `get_response`, without blocking the event loop."""
         _refuse(response_kwargs)
         question, nodes = _question(query_str), _as_nodes(text_chunks)
-        request = await in_thread(lambda should_stop: self._request(nodes, nodes, should_stop))
-        if request is None:
-            return self._empty_response_agenerator() if self._streaming else self._empty_response
-        return _atokens(request, question) if self._streaming else await _aanswer(request, question)
+        return await self._atext(await in_thread(lambda should_stop: self._request(nodes, should_stop)), question)
 
     def _get_prompts(self) -> dict[str, Any]:
         """None: the catalog's layout is the prompt, and its beginning is in every archive."""
@@ -222,12 +158,25 @@ class RagKVSynthesizer(PlainHoldsModel, BaseSynthesizer):
         if prompts:
             raise ConfigError("the prompt of archived documents is the catalog's layout; make a catalog with another")
 
-    def _request(
-        self,
-        nodes: Sequence[NodeWithScore],
-        sources: Sequence[NodeWithScore],
-        should_stop: ShouldStop | None = None,
-    ) -> _Request | None:
+    @contextmanager
+    def _turn(
+        self, query: QueryType, nodes: Sequence[NodeWithScore], more: Sequence[NodeWithScore] | None
+    ) -> Iterator[_Turn]:
+        """Tell LlamaIndex of the beginning and the end of an answer; without nodes its callbacks hear nothing."""
+        dispatcher.event(SynthesizeStartEvent(query=query))
+        turn = _Turn()
+        if nodes:
+            turn.question, turn.sources = _question(query), [*nodes, *(more or ())]
+            with self._callback_manager.event(
+                CBEventType.SYNTHESIZE, payload={EventPayload.QUERY_STR: turn.question}
+            ) as event:
+                yield turn
+                event.on_end(payload={EventPayload.RESPONSE: turn.response})
+        else:
+            yield turn
+        dispatcher.event(SynthesizeEndEvent(query=query, response=turn.response))
+
+    def _request(self, nodes: Sequence[NodeWithScore], should_stop: ShouldStop | None = None) -> _Request | None:
         """Find the documents and put them together; None where no node has any text."""
         options, started = self._options, time.perf_counter()
         resolution = resolve(
@@ -258,38 +207,44 @@ class RagKVSynthesizer(PlainHoldsModel, BaseSynthesizer):
             computed=resolution.computed,
             callback_manager=self._callback_manager,
         )
-        metadata: dict[str, Any] = self._get_metadata_for_response([node.node for node in sources]) or {}
-        metadata[METADATA_KEY] = {
+        report = {
             "documents": [document.to_dict() for document in resolution.documents],
             "on_missing": {"policy": options.on_missing, **resolution.to_dict()},
             "resolve_s": time.perf_counter() - started,
         }
-        return _Request(resolution, llm, metadata)
+        return _Request(resolution, llm, report)
 
-    def _nothing(self, sources: list[NodeWithScore]) -> Response | StreamingResponse:
+    def _text(self, request: _Request | None, question: str) -> RESPONSE_TEXT_TYPE:
+        """The answer, or its pieces where it streams; LlamaIndex's empty response where there is nothing to ask."""
+        if request is None:
+            return self._empty_response_generator() if self._streaming else self._empty_response
         if self._streaming:
-            return StreamingResponse(self._empty_response_generator(), sources)
-        return Response(self._empty_response, sources)
+            return _tokens(request, question)
+        completion = request.llm.complete(question)
+        request.fill(completion)
+        return str(completion.text)
 
-    def _anothing(self, sources: list[NodeWithScore]) -> Response | AsyncStreamingResponse:
+    async def _atext(self, request: _Request | None, question: str) -> RESPONSE_TEXT_TYPE:
+        """As `_text`, for the running event loop."""
+        if request is None:
+            return self._empty_response_agenerator() if self._streaming else self._empty_response
         if self._streaming:
-            return AsyncStreamingResponse(self._empty_response_agenerator(), sources)
-        return Response(self._empty_response, sources)
+            return _atokens(request, question)
+        completion = await request.llm.acomplete(question)
+        request.fill(completion)
+        return str(completion.text)
+
+    def _respond(
+        self, text: RESPONSE_TEXT_TYPE, sources: list[NodeWithScore], request: _Request | None
+    ) -> RESPONSE_TYPE:
+        """The response of the kind that `text` asks for; its metadata are those of the sources, and the report."""
+        response = self._prepare_response_output(text, sources)
+        if request is not None:
+            response.metadata = {**(response.metadata or {}), METADATA_KEY: request.report}
+        return response
 
     def _count(self, text: str) -> list[int]:
         return data_ids(self._model.tokenizer, text)
-
-
-def _answer(request: _Request, question: str) -> str:
-    completion = request.llm.complete(question)
-    request.fill(completion)
-    return str(completion.text)
-
-
-async def _aanswer(request: _Request, question: str) -> str:
-    completion = await request.llm.acomplete(question)
-    request.fill(completion)
-    return str(completion.text)
 
 
 def _tokens(request: _Request, question: str) -> TokenGen:

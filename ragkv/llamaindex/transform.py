@@ -11,8 +11,8 @@ from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.schema import BaseNode, MetadataMode, TransformComponent
 
 from ragkv.catalog.catalog import Catalog
-from ragkv.llamaindex.copies import HoldsModel
 from ragkv.llamaindex.documents import DOCUMENT_KEY, document_name, loaded_model, naming, node_text
+from ragkv.llamaindex.llm import HoldsModel
 from ragkv.llamaindex.streaming import ShouldStop, in_thread, stop_check
 
 log = logging.getLogger(__name__)
