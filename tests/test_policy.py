@@ -17,7 +17,7 @@ from ragkv import Archive, ArchiveCache, RecallTrace, Recipe, load_model
 from ragkv.cli.app import app
 from ragkv.errors import ConfigError
 from ragkv.recall.attention import choose_clusters
-from ragkv.recipe import CLUSTERERS, CODECS, EVERYTHING, Limit, RecallPolicy
+from ragkv.recipe import CODECS, EVERYTHING, Limit, RecallPolicy
 from tests.archives import CODED, DOCUMENT, QUESTIONS, SMALL, archive_of
 from tests.dense import dense_logits, stock_copy
 from tests.tiny import tiny_model, tiny_tokenizer
