@@ -59,11 +59,12 @@ _COLUMNS = ("kl", "kl_error", "top1", "resident", "disk", "build_s", "misfit")
 
 def recipe_of(words: str) -> Recipe:
     """The default recipe with some keys changed: ``key=value`` separated by blanks."""
-    known, changes = {each.name: each for each in dataclasses.fields(Recipe)}, {}
+    known = {each.name for each in dataclasses.fields(Recipe)}
+    changes: dict[str, Any] = {}
     for word in words.split():
         name, _, value = word.partition("=")
         if name not in known or not value:
-            raise ConfigError(f"{word!r} is not KEY=VALUE with a key of a recipe; known are {', '.join(known)}")
+            raise ConfigError(f"{word!r} is not KEY=VALUE with a key of a recipe; known are {', '.join(sorted(known))}")
         changes[name] = int(value) if value.isdecimal() else value
     return dataclasses.replace(Recipe(), **changes)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,13 +19,13 @@ _OPTIONS = {
     "data_page_size": 1 << 30,
     "max_rows_per_page": (1 << 31) - 1,
 }
-_LARGEST_HEADERS = 1 << 16  # page headers of all columns together
+_PACKED = "DELTA_BINARY_PACKED"
 
 
-def plain_bytes(schema: pa.Schema, columns: list[pa.Array]) -> bytes:
-    """The bytes of a file that holds a table as one row group of PLAIN columns."""
+def plain_bytes(schema: pa.Schema, columns: list[pa.Array], *, packed: Sequence[str] = ()) -> bytes:
+    """The bytes of a file that holds a table as one row group of PLAIN columns, integers in `packed` as differences."""
     table, sink = pa.Table.from_arrays(columns, schema=schema), pa.BufferOutputStream()
-    encodings = {field.name: "PLAIN" for field in schema}
+    encodings = {field.name: _PACKED if field.name in packed else "PLAIN" for field in schema}
     pq.write_table(table, sink, row_group_size=max(1, len(table)), column_encoding=encodings, **_OPTIONS)
     return bytes(sink.getvalue())
 
@@ -46,17 +48,25 @@ def read_plain(name: str, raw: bytes, schema: pa.Schema) -> pa.Table:
             group = metadata.row_group(place)
             for index in range(group.num_columns):
                 chunk = group.column(index)
-                plain = chunk.compression == "UNCOMPRESSED" and set(chunk.encodings) <= {"PLAIN", "RLE"}
+                plain = chunk.compression == "UNCOMPRESSED" and set(chunk.encodings) <= {"PLAIN", "RLE", _PACKED}
                 if not plain or chunk.total_uncompressed_size > len(raw):
                     raise ArchiveCorruptError(f"{name}: column {chunk.path_in_schema!r} is not plain and uncompressed")
-        fixed = sum(field.type.bit_width // 8 for field in schema if pa.types.is_primitive(field.type))
-        fixed += sum(field.type.byte_width for field in schema if pa.types.is_fixed_size_binary(field.type))
-        if metadata.num_rows * fixed > len(raw) + _LARGEST_HEADERS:
+                least = _least_bytes(schema.field(index).type) if _PACKED not in chunk.encodings else 0
+                if group.num_rows * least > chunk.total_compressed_size:
+                    raise ArchiveCorruptError(f"{name}: column {chunk.path_in_schema!r} is shorter than its rows")
+        if metadata.num_rows > len(raw):  # a column that is not packed holds a byte or more of each
             raise ArchiveCorruptError(f"{name}: {metadata.num_rows} rows do not fit into {len(raw)} bytes")
         table = pq.ParquetFile(source, metadata=metadata).read(use_threads=False)
         if table.num_rows != metadata.num_rows or any(column.null_count for column in table.columns):
             raise ArchiveCorruptError(f"{name}: rows are missing")
         return table.combine_chunks()
+
+
+def _least_bytes(kind: pa.DataType) -> int:
+    """The least that a PLAIN value of a type takes."""
+    if pa.types.is_fixed_size_binary(kind):
+        return int(kind.byte_width)
+    return 4  # a number, or the length of a binary
 
 
 def binary_column(raw: torch.Tensor) -> pa.Array:

@@ -64,7 +64,8 @@ def write_prototypes(folder: Path, layers: Mapping[int, Prototypes]) -> None:
     whole = [torch.cat(layer_of), torch.cat(head_of), sizes]
     schema = _schema(values.shape[1], spreads.shape[1])
     columns = [pa.array(each.numpy().astype(np.int32)) for each in whole]
-    raw = plain_bytes(schema, [*columns, binary_column(values), binary_column(spreads)])
+    columns += [binary_column(values), binary_column(spreads)]
+    raw = plain_bytes(schema, columns, packed=("layer", "kv_head", "size"))
     (folder / PROTOTYPES_FILE).write_bytes(raw)
     (folder / CENTROIDS_FILE).write_bytes(write_centroids(keys))
 

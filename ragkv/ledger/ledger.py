@@ -6,6 +6,7 @@ value x tokens. Nothing is loaded: weights are counted on the meta device.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,14 @@ from ragkv.errors import ConfigError, UnsupportedModelError
 from ragkv.model.shape import LayerShape
 from ragkv.recipe import CODEC_BITS, Recipe
 
-# Per cluster and KV head: 8-byte address, 8-byte size, 4-byte bias, 4-byte priority, 8 variances of 4 bytes.
-CLUSTER_TABLE_BYTES = 56
-# On disk per archived token and KV head: the token's position, packed; per cluster: size, two spreads, 8 axis scales.
+# In memory per cluster and KV head, beside its codes: a size, an address, and measures of spread.
+CLUSTER_TABLE_BYTES = 1 + 4 + 10
+# On disk per archived token and KV head: the token's position, packed; per cluster: a length, a size, and the spreads.
 POSITION_BYTES = 2
-CLUSTER_ROW_BYTES = 20
-# Axes along which the spread of clusters is kept, 2 bytes a number; see ragkv.archive.spread.
+CLUSTER_ROW_BYTES = 4 + 1 + 10
+# An exact token's key or value in a byte a number has a scale of four bytes.
+EXACT_SCALE_BYTES = 4
+# Axes along which the spread of clusters is kept, 2 bytes a number; see ragkv.archive.transforms.
 N_AXES = 8
 # Rule of thumb: below this share of total memory, shrinking the KV cache changes little.
 KV_SHARE_WORTH = 1 / 3
@@ -170,10 +173,11 @@ def archive_bytes(
     """Bytes of an archive of `n_tokens` tokens, for `batch` different documents of that length.
 
     Per global layer and KV head, the sink tokens and the local window stay exact and the rest is clustered. Resident
-    are the prototypes (mean key, mean value, `CLUSTER_TABLE_BYTES`) and the exact tokens; on disk are the archived
-    keys and values as the recipe codes them, with `POSITION_BYTES` each, the mean keys in one byte a number with
+    are the coded prototypes (with `CLUSTER_TABLE_BYTES` each), the exact tokens and the transforms; on disk are the
+    archived keys and values as the recipe codes them, with `POSITION_BYTES` each, the prototypes with
     `CLUSTER_ROW_BYTES`, the transforms, and the exact tokens. Sliding layers keep what they cache in both places.
-    Headers, and the rounding of clusters to segments, are not counted.
+    Headers, and the rounding of clusters to segments, are not counted. Archives of a catalog share their transforms:
+    `transforms_bytes` says what each is spared.
 
     Raises
     ------
@@ -188,30 +192,57 @@ def archive_bytes(
     resident = on_disk = 0
     for layer in layers:
         token = _token_bytes(layer, value_bytes)
-        if layer.is_global:
-            resident += layer.n_kv_heads * (n_clusters * (token + CLUSTER_TABLE_BYTES) + n_exact * token)
-            on_disk += layer.n_kv_heads * n_exact * token
-            if n_archived:
-                row, bases = _row_bytes(layer, recipe, value_bytes)
-                cluster = layer.head_dim + CLUSTER_ROW_BYTES
-                on_disk += layer.n_kv_heads * (n_archived * row + n_clusters * cluster + bases)
-        else:
-            window = layer.n_kv_heads * layer.cached_tokens(n_tokens) * token
-            resident += window
-            on_disk += window
+        if not layer.is_global:
+            n_cached = layer.cached_tokens(n_tokens)
+            resident += layer.n_kv_heads * n_cached * token
+            on_disk += layer.n_kv_heads * n_cached * _exact_bytes(layer, recipe, value_bytes)
+            continue
+        on_disk += layer.n_kv_heads * n_exact * _exact_bytes(layer, recipe, value_bytes)
+        resident += layer.n_kv_heads * n_exact * token
+        if n_archived:
+            prototype = _prototype_bytes(layer, recipe)
+            resident += layer.n_kv_heads * n_clusters * (prototype + CLUSTER_TABLE_BYTES)
+            row = _row_bytes(layer, recipe, value_bytes)
+            on_disk += layer.n_kv_heads * (n_archived * row + n_clusters * (prototype + CLUSTER_ROW_BYTES))
+    if n_archived:
+        own = transforms_bytes(layers, recipe=recipe)
+        resident, on_disk = resident + own, on_disk + own
     return ArchiveBytes(n_clusters=n_clusters, resident=batch * resident, on_disk=batch * on_disk)
 
 
-def _row_bytes(layer: LayerShape, recipe: Recipe, value_bytes: int) -> tuple[int, int]:
-    """Bytes on disk of one archived token of a KV head, and of the head's transforms if every coefficient is kept."""
-    dim, row, bases = layer.head_dim, POSITION_BYTES, (4 + 2 * N_AXES) * layer.head_dim
+def transforms_bytes(layers: Sequence[LayerShape], *, recipe: Recipe) -> int:
+    """Bytes of the transforms of an archive, which those of a catalog share, if every coefficient is kept."""
+    total = 0
+    for layer in layers:
+        if layer.is_global:
+            dim = layer.head_dim
+            bits = [recipe.key_prototype_bits, recipe.value_prototype_bits]
+            kept = [min(dim, 2 * math.ceil(dim * each / 8)) for each in bits]
+            kept += [dim for codec in recipe.codecs(layer.index) if codec in CODEC_BITS]
+            total += layer.n_kv_heads * 2 * dim * (sum(kept) + min(N_AXES, dim) + 4)
+    return total
+
+
+def _prototype_bytes(layer: LayerShape, recipe: Recipe) -> int:
+    """Bytes of the coded centroid and mean value of a cluster."""
+    bits = (recipe.key_prototype_bits, recipe.value_prototype_bits)
+    return sum(math.ceil(layer.head_dim * each / 8) for each in bits)
+
+
+def _exact_bytes(layer: LayerShape, recipe: Recipe, value_bytes: int) -> int:
+    """Bytes on disk of the key and value of an exact token of a KV head."""
+    codecs = recipe.exact_codecs(layer.index)
+    return sum(
+        layer.head_dim * value_bytes if each == "lossless" else layer.head_dim + EXACT_SCALE_BYTES for each in codecs
+    )
+
+
+def _row_bytes(layer: LayerShape, recipe: Recipe, value_bytes: int) -> int:
+    """Bytes on disk of an archived token of a KV head."""
+    dim, row = layer.head_dim, POSITION_BYTES
     for codec in recipe.codecs(layer.index):
-        if codec in CODEC_BITS:
-            row += 1 + -(-dim * CODEC_BITS[codec] // 8)
-            bases += 2 * dim * dim
-        else:
-            row += dim * value_bytes
-    return row, bases
+        row += 1 + math.ceil(dim * CODEC_BITS[codec] / 8) if codec in CODEC_BITS else dim * value_bytes
+    return row
 
 
 def count_parameters(config: PreTrainedConfig) -> int:
