@@ -202,16 +202,14 @@ def cluster_table(
     ArchiveCorruptError
         If sizes and row groups do not fit together.
     """
-    sizes = prototypes.sizes.long()  # (n_kv_heads, n_clusters)
-    if not bool((sizes.sum(1) == n_tokens).all()):
+    sizes = prototypes.sizes.numpy().astype(np.int64)  # numpy: these are too small for threads to pay
+    used = sizes > 0
+    counts, flat = used.sum(1), sizes[used]
+    if (sizes.sum(1) != n_tokens).any():
         raise ArchiveCorruptError("sizes of clusters do not add up to the archived tokens of every KV head")
-    counts = (sizes > 0).sum(1)
-    flat = sizes[sizes > 0].numpy()
     of_group = rows.groups.rows[slice(*groups)]
     last = np.cumsum(of_group)
-    if int(last[-1] if len(last) else 0) != len(flat) or not set(np.cumsum(counts.numpy()).tolist()) <= set(
-        last.tolist()
-    ):
+    if not len(last) or last[-1] != len(flat) or not np.isin(np.cumsum(counts), last).all():
         raise ArchiveCorruptError("row groups and clusters do not fit together")
     n_bytes = flat * payload.row_bytes + _LENGTH_BYTES
     before = np.cumsum(n_bytes) - n_bytes
@@ -224,14 +222,14 @@ def cluster_table(
     ]
     address = np.asarray(starts)[group] + before - before[first[group]] + _LENGTH_BYTES
     first_byte = int(address.min())
-    placed = torch.zeros_like(sizes)
-    placed[sizes > 0] = torch.from_numpy(address - first_byte)
+    placed = np.zeros_like(sizes)
+    placed[used] = address - first_byte
     return ClusterTable(
         prototypes=on_device(prototypes, device),
         transforms=transforms,
         payload=payload,
         rows=rows,
-        address=placed.to(smallest_dtype(int(address.max()) - first_byte)).to(device),
+        address=torch.from_numpy(placed).to(smallest_dtype(int(address.max()) - first_byte)).to(device),
         first_byte=first_byte,
         groups=groups,
         largest=int(flat.max()),
