@@ -244,7 +244,7 @@ def test_a_run_again_measures_nothing_and_says_the_same(
     measured: tuple[Path, Calibration, LoadedModel], monkeypatch: pytest.MonkeyPatch
 ):
     folder, calibration, model = measured
-    monkeypatch.setattr("ragkv.evaluation.run.prefill_cache", None)
+    monkeypatch.setattr("ragkv.evaluation.run.timed_prefill", None)
     assert measure(folder, model) == calibration
 
 

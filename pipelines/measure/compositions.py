@@ -40,10 +40,10 @@ from ragkv.evaluation.bench import environment
 from ragkv.evaluation.fidelity import Decoded, agreement, decode_answer, kl_divergence
 from ragkv.evaluation.metrics import METRICS
 from ragkv.evaluation.results import ResultsFolder
-from ragkv.evaluation.timing import drain
+from ragkv.evaluation.run import Progress
+from ragkv.evaluation.timing import drain, timed_prefill
 from ragkv.model.kv import fork_cache
 from ragkv.model.load import LoadedModel
-from ragkv.model.prefill import prefill_cache
 from ragkv.model.prompt import question_ids, tokenize_prompt
 from ragkv.recall.archive import Archive
 from ragkv.recall.cache import ArchiveCache
@@ -55,8 +55,6 @@ from ragkv.text import read_text
 from ragkv.version import __version__
 
 HEADER_FILE, ARCHIVES = "header.json", "archives"
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -216,11 +214,8 @@ def measure_together(
         return
     model = archives[0].model
     joined = Composition([archives[place] for place in todo[0][0].documents])
-    started = time.perf_counter()
     report = None if on_progress is None else partial(on_progress, "joint prefill")
-    dense = prefill_cache(model.model, joined.token_ids.tolist(), on_progress=report)
-    drain(model.model.device)
-    prefill_s = time.perf_counter() - started
+    dense, prefill_s = timed_prefill(model.model, joined.token_ids.tolist(), on_progress=report)
     plain = PlainPrompt(model, joined.layout, [document.text for document in joined.documents])
     for case, missing in todo:
         if not missing:

@@ -25,7 +25,7 @@ from pipelines.measure.cases import (
     read_pool,
     read_siblings,
 )
-from pipelines.measure.compositions import ARCHIVES, HEADER_FILE, Progress, archive_pool, check_context
+from pipelines.measure.compositions import ARCHIVES, HEADER_FILE, archive_pool, check_context
 from pipelines.measure.hits import (
     DENSE,
     EMBEDDING,
@@ -49,6 +49,7 @@ from ragkv.answer.passages import DocumentEvidence
 from ragkv.errors import ConfigError
 from ragkv.evaluation.bench import environment
 from ragkv.evaluation.results import ResultsFolder
+from ragkv.evaluation.run import Progress
 from ragkv.model.load import LoadedModel
 from ragkv.model.prompt import document_sha256
 from ragkv.recall.composition import Composition

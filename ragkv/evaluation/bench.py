@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -18,10 +17,9 @@ from ragkv.build.builder import BuildResult, write_archive
 from ragkv.errors import ConfigError
 from ragkv.evaluation.data.own_questions import quotation_questions
 from ragkv.evaluation.fidelity import Fidelity, measure_fidelity
-from ragkv.evaluation.timing import Times, interleaved, memory_peak, timed
+from ragkv.evaluation.timing import Times, interleaved, memory_peak, timed, timed_prefill
 from ragkv.model.kv import fork_cache
 from ragkv.model.load import LoadedModel
-from ragkv.model.prefill import prefill_cache
 from ragkv.model.prompt import PromptLayout, document_sha256, question_ids, tokenize_prompt
 from ragkv.recall.archive import Archive
 from ragkv.recall.cache import ArchiveCache
@@ -90,9 +88,7 @@ def bench(model: LoadedModel, n_tokens: int, options: BenchOptions, *, on_progre
     tokens = tokenize_prompt(model.tokenizer, layout, document)
     prompt_ids = (*tokens.prefix_ids, *tokens.document_ids)
     with memory_peak(device) as dense_memory:
-        started = time.perf_counter()
-        dense = prefill_cache(model.model, prompt_ids, on_progress=report("prefill"))
-        prefill_s = time.perf_counter() - started
+        dense, prefill_s = timed_prefill(model.model, prompt_ids, on_progress=report("prefill"))
     with tempfile.TemporaryDirectory(prefix="ragkv-bench-") as folder:
         build = write_archive(
             model,
