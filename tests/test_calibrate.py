@@ -30,7 +30,8 @@ from ragkv.evaluation.calibrate.words import About, verdict
 from ragkv.evaluation.compare import Questions
 from ragkv.evaluation.data.suite import Item
 from ragkv.evaluation.report.page import render_report
-from ragkv.evaluation.run import Progress, Task
+from ragkv.evaluation.run import Task
+from ragkv.evaluation.timing import Progress
 from ragkv.recipe import RecallPolicy
 from tests.archives import DOCUMENT, QUESTIONS, loaded
 from tests.tiny import tiny_tokenizer

@@ -49,7 +49,7 @@ from ragkv.answer.passages import DocumentEvidence
 from ragkv.errors import ConfigError
 from ragkv.evaluation.bench import environment
 from ragkv.evaluation.results import ResultsFolder
-from ragkv.evaluation.run import Progress
+from ragkv.evaluation.timing import Progress
 from ragkv.model.load import LoadedModel
 from ragkv.model.prompt import document_sha256
 from ragkv.recall.composition import Composition

@@ -17,7 +17,7 @@ from ragkv.build.builder import BuildResult, write_archive
 from ragkv.errors import ConfigError
 from ragkv.evaluation.data.own_questions import quotation_questions
 from ragkv.evaluation.fidelity import Fidelity, measure_fidelity
-from ragkv.evaluation.timing import Times, interleaved, memory_peak, timed, timed_prefill
+from ragkv.evaluation.timing import Progress, Times, interleaved, memory_peak, timed, timed_prefill
 from ragkv.model.kv import fork_cache
 from ragkv.model.load import LoadedModel
 from ragkv.model.prompt import PromptLayout, document_sha256, question_ids, tokenize_prompt
@@ -26,8 +26,6 @@ from ragkv.recall.cache import ArchiveCache
 from ragkv.recall.trace import RecallTrace
 from ragkv.recipe import Recipe
 from ragkv.version import __version__
-
-Progress = Callable[[str, int, int], None]
 
 QUESTION_TOKENS = 32
 _TTFT_REPEATS = 7

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,11 +14,9 @@ from ragkv.evaluation.compare import Outcome, Questions, ask_dense, compare, con
 from ragkv.evaluation.layers import LayerFidelity, probe_layers
 from ragkv.evaluation.results import ResultsFolder
 from ragkv.evaluation.subjects import DENSE, DenseDocument, DenseSubject, SubjectMaker, SubjectSpec
-from ragkv.evaluation.timing import timed_prefill
+from ragkv.evaluation.timing import Progress, timed_prefill
 from ragkv.model.load import LoadedModel
 from ragkv.model.prompt import PromptLayout, PromptTokens, data_ids, document_sha256, tokenize_prompt
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)

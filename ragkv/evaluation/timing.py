@@ -15,6 +15,9 @@ from transformers import DynamicCache, PreTrainedModel
 from ragkv.evaluation.stats import Quantiles
 from ragkv.model.prefill import prefill_cache
 
+Progress = Callable[[str, int, int], None]
+"""Called with a stage, what is done of it and how much that is."""
+
 _SAMPLE_S = 0.02
 
 

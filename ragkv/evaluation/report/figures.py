@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis as MatplotlibAxis
     from matplotlib.figure import Figure
 
-Point = tuple[float, float, float, str]
+_Point = tuple[float, float, float, str]
 """x, y, standard error of y, and label (empty for none)."""
 
 # Okabe and Ito's palette, the light colours darkened until text in them is readable on white.
@@ -63,7 +63,7 @@ class Series:
     errors: Sequence[float] | None = None
     labels: Sequence[str] | None = None
 
-    def points(self) -> list[Point]:
+    def points(self) -> list[_Point]:
         """(x, y, error, label) of the points that can be drawn."""
         errors = [0.0] * len(self.x) if self.errors is None else self.errors
         labels = [""] * len(self.x) if self.labels is None else self.labels
@@ -157,7 +157,7 @@ def _bar_errors(bar: Bars) -> list[float] | None:
     return [error if math.isfinite(height) else math.nan for height, error in pairs]
 
 
-def _drawable(series: Sequence[Series]) -> list[tuple[Series, list[Point]]]:
+def _drawable(series: Sequence[Series]) -> list[tuple[Series, list[_Point]]]:
     found = [(line, points) for line in series if (points := line.points())]
     if not found:
         raise ConfigError(f"figure: none of {len(series)} series has a finite point; give at least one")
@@ -180,7 +180,7 @@ def _new_figure() -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _draw_points(axes: Axes, points: list[Point], index: int) -> Any:
+def _draw_points(axes: Axes, points: list[_Point], index: int) -> Any:
     x, y, errors, _ = zip(*points, strict=True)
     return axes.errorbar(
         x,
@@ -197,7 +197,7 @@ def _draw_points(axes: Axes, points: list[Point], index: int) -> Any:
     )
 
 
-def _label_points(axes: Axes, points: list[Point], colour: str) -> None:
+def _label_points(axes: Axes, points: list[_Point], colour: str) -> None:
     """Ring the points that have a label, and write it above them; neighbours in one place share a text."""
     groups: list[tuple[tuple[float, float], list[str]]] = []
     for x, y, _, label in points:
