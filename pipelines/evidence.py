@@ -14,17 +14,8 @@ from collections.abc import Sequence
 
 from pipelines.command import add_last, job_parser, print_table, recipe_of, resumable, write_markdown
 from pipelines.measure.evidence import EvidenceOptions, measure_evidence
-from pipelines.measure.hits import (
-    ANSWERED,
-    EMBEDDING,
-    EMBEDDING_PACKAGES,
-    METHODS,
-    TOP,
-    MethodSummary,
-    Share,
-    embedding_is_installed,
-    summarise_evidence,
-)
+from pipelines.measure.hits import ANSWERED, MethodSummary, Share, summarise_evidence
+from pipelines.measure.looks import EMBEDDING, EMBEDDING_PACKAGES, METHODS, TOP, embedding_is_installed
 from ragkv.cli.common import load, progress
 from ragkv.cli.output import print_note
 from ragkv.errors import MissingExtraError

@@ -25,7 +25,7 @@ from ragkv.evaluation.calibrate.rule import (
     layer_budgets,
     point_name,
 )
-from ragkv.evaluation.calibrate.sweep import Calibration, calibrate
+from ragkv.evaluation.calibrate.search import Calibration, calibrate
 from ragkv.evaluation.calibrate.words import About, verdict
 from ragkv.evaluation.compare import Questions
 from ragkv.evaluation.data.suite import Item

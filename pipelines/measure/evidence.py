@@ -26,7 +26,8 @@ from pipelines.measure.cases import (
     read_siblings,
 )
 from pipelines.measure.compositions import ARCHIVES, HEADER_FILE, archive_pool, check_context
-from pipelines.measure.hits import (
+from pipelines.measure.hits import EvidenceRow, judge
+from pipelines.measure.looks import (
     DENSE,
     EMBEDDING,
     EMBEDDING_PACKAGES,
@@ -34,12 +35,10 @@ from pipelines.measure.hits import (
     METHODS,
     RECALL,
     EmbeddingSearch,
-    EvidenceRow,
     Looked,
     best_passages,
     embedding_is_installed,
     join_texts,
-    judge,
     load_minilm,
     look_by_words,
     split_evidence,

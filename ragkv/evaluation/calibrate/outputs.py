@@ -15,7 +15,7 @@ from typing import Any
 from ragkv.errors import ConfigError
 from ragkv.evaluation.calibrate.knee import Knee
 from ragkv.evaluation.calibrate.rule import Point
-from ragkv.evaluation.calibrate.sweep import Calibration
+from ragkv.evaluation.calibrate.search import Calibration
 from ragkv.evaluation.calibrate.words import About, describe, layer_verdict, more_budget, verdict
 from ragkv.evaluation.report.figures import Axis, Bars, Series, draw_bars, draw_curves
 from ragkv.evaluation.report.page import Cell, Picture, Report, Section, Table, write_report
