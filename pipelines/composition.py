@@ -13,20 +13,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
-from pipelines.command import resumable, write_table
+from pipelines.command import add_last, job_parser, print_table, recipe_of, resumable, write_markdown
 from pipelines.measure.compositions import CompositionOptions, measure_compositions
 from pipelines.measure.rows import RECOMPUTE, VARIANTS, VariantSummary, summarise_compositions
 from ragkv.cli.common import load, progress
-from ragkv.cli.output import out, print_note
-from ragkv.errors import ConfigError
 from ragkv.evaluation.results import check_folder
 from ragkv.evaluation.stats import MeanScore
-from ragkv.recipe import Recipe
 
 HEADINGS = ("docs", "variant", "KL", "top-1", "F1", "- recall", "EM", "prefill", "TTFT s")
 EXPLAINED = "\n".join(
@@ -61,8 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(given: argparse.Namespace) -> None:
-    if not given.data.is_dir():
-        raise ConfigError(f"the data folder {str(given.data)!r} does not exist")
     options = CompositionOptions(
         data=given.data,
         sizes=tuple(given.documents),
@@ -74,7 +65,7 @@ def _run(given: argparse.Namespace) -> None:
         temperature=given.temperature,
         scale=given.scale,
         max_new_tokens=given.max_new_tokens,
-        recipe=Recipe() if given.recipe is None else Recipe.from_toml(given.recipe),
+        recipe=recipe_of(given),
         seed=given.seed,
     )
     settings = options.settings(model=given.model, dtype=given.dtype)
@@ -84,10 +75,8 @@ def _run(given: argparse.Namespace) -> None:
         rows = measure_compositions(model, options, given.out, settings=settings, on_progress=report)
     summaries = summarise_compositions(rows)
     title = f"{given.model}, {options.questions} questions a size; ± standard error"
-    out.print(_table(title, [row_of(summary) for summary in summaries]))
-    if given.markdown is not None:
-        write_table(given.markdown, markdown(summaries))
-    print_note(f"the rows are in {str(given.out)!r}")
+    print_table(title, HEADINGS, [row_of(summary) for summary in summaries], words=["variant"])
+    write_markdown(given, HEADINGS, [row_of(summary, errors=True) for summary in summaries], words=["variant"])
 
 
 def row_of(summary: VariantSummary, *, errors: bool = False) -> list[str]:
@@ -105,13 +94,6 @@ def row_of(summary: VariantSummary, *, errors: bool = False) -> list[str]:
     ]
 
 
-def markdown(summaries: Sequence[VariantSummary]) -> str:
-    """A table for the documentation, with all standard errors."""
-    ruler = [":--" if heading == "variant" else "--:" for heading in HEADINGS]
-    rows = (HEADINGS, ruler, *(row_of(summary, errors=True) for summary in summaries))
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
-
-
 def _mean(score: MeanScore | None, *, error: bool = True, sign: str = "") -> str:
     if score is None:
         return ""
@@ -119,40 +101,17 @@ def _mean(score: MeanScore | None, *, error: bool = True, sign: str = "") -> str
     return f"{value}±{score.standard_error:.3f}" if error and score.standard_error is not None else value
 
 
-def _table(title: str, cells: Sequence[Sequence[str]]) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading == "variant" else "right", no_wrap=True)
-    for row in cells:
-        table.add_row(*row)
-    return table
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m pipelines.composition",
-        description=__doc__,
-        epilog=EXPLAINED,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = job_parser("composition", __doc__, EXPLAINED)
     add = parser.add_argument
-    add("--model", required=True, help="'demo', a hub id, a local folder or a .gguf file")
-    add("--data", type=Path, required=True, metavar="DIR", help="folder with xquad.en.json")
-    add("--out", type=Path, required=True, metavar="DIR", help="folder for results; a stopped run goes on there")
     add("--documents", type=int, nargs="+", default=[2, 4, 8], metavar="N", help="numbers of documents (2 4 8)")
     add("--questions", type=int, default=24, metavar="N", help="questions for each number of documents (24)")
     add("--pool", type=int, default=16, metavar="N", help="documents that all questions share (16)")
-    add("--paragraphs", type=int, default=4, metavar="N", help="paragraphs of a document, about 175 tokens each (4)")
     add("--variants", nargs="+", default=[], metavar="NAME", help="variants to measure, see below (all)")
     add("--recompute", type=int, nargs="*", default=[16], metavar="K", help="numbers of tokens computed again (16)")
     add("--temperature", type=float, default=0.9, help="of weighted: divides logits of document tokens (0.9)")
     add("--scale", type=float, default=0.9, help="of weighted: power of the documents' mass (0.9)")
-    add("--max-new-tokens", type=int, default=16, metavar="N", help="longest answer (16)")
-    add("--recipe", type=Path, metavar="FILE", help="TOML recipe of the archives (the default one)")
-    add("--seed", type=int, default=0, help="chooses documents, questions, orders and places (0)")
-    add("--dtype", help="bf16, fp16 or fp32 (the checkpoint's own)")
-    add("--device", help="cpu, cuda, cuda:1 ... (cuda if there is one)")
-    add("--markdown", type=Path, metavar="FILE", help="also write the table as markdown")
+    add_last(parser)
     return parser
 
 

@@ -11,29 +11,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
-from pipelines.command import resumable, write_table
+from pipelines.command import add_last, job_parser, print_table, recipe_of, resumable, write_markdown
 from pipelines.measure.evidence import EvidenceOptions, measure_evidence
-from pipelines.measure.hits import (
-    ANSWERED,
-    EMBEDDING,
-    EMBEDDING_PACKAGES,
-    METHODS,
-    TOP,
-    MethodSummary,
-    Share,
-    embedding_is_installed,
-    summarise_evidence,
-)
+from pipelines.measure.hits import ANSWERED, MethodSummary, Share, summarise_evidence
+from pipelines.measure.looks import EMBEDDING, EMBEDDING_PACKAGES, METHODS, TOP, embedding_is_installed
 from ragkv.cli.common import load, progress
-from ragkv.cli.output import out, print_note
-from ragkv.errors import ConfigError, MissingExtraError
+from ragkv.cli.output import print_note
+from ragkv.errors import MissingExtraError
 from ragkv.evaluation.results import check_folder
-from ragkv.recipe import Recipe
 
 HEADINGS = ("documents", "method", f"top {TOP}", "top 1", "document", "most", "rank 1", "MRR", "answered")
 EXPLAINED = "\n".join(
@@ -74,8 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(given: argparse.Namespace) -> None:
-    if not given.data.is_dir():
-        raise ConfigError(f"the data folder {str(given.data)!r} does not exist")
     options = EvidenceOptions(
         data=given.data,
         documents=given.documents,
@@ -86,7 +70,7 @@ def _run(given: argparse.Namespace) -> None:
         hard=given.hard,
         methods=tuple(given.methods),
         max_new_tokens=given.max_new_tokens,
-        recipe=Recipe() if given.recipe is None else Recipe.from_toml(given.recipe),
+        recipe=recipe_of(given),
         seed=given.seed,
     )
     _check_embedding(options)
@@ -95,13 +79,12 @@ def _run(given: argparse.Namespace) -> None:
     check_folder(given.out, settings)
     model = load(given.model, given.dtype, given.device)
     with progress() as report:
-        rows = measure_evidence(model, options, given.out, settings=settings, on_progress=report)
-    summaries = summarise_evidence(rows, {case.asked.id: case.asked.item.answers for case in cases})
+        found = measure_evidence(model, options, given.out, settings=settings, on_progress=report)
+    summaries = summarise_evidence(found, {case.asked.id: case.asked.item.answers for case in cases})
     title = f"{given.model}, {options.questions} questions, {_documents(summaries[0])}"
-    out.print(_table(title, summaries))
-    if given.markdown is not None:
-        write_table(given.markdown, markdown(summaries))
-    print_note(f"the rows are in {str(given.out)!r}")
+    rows = [row_of(summary, errors=False)[1:] for summary in summaries]
+    print_table(title, HEADINGS[1:], rows, words=["method"])
+    write_markdown(given, HEADINGS, [row_of(summary, errors=True) for summary in summaries], words=HEADINGS[:2])
 
 
 def _check_embedding(options: EvidenceOptions) -> None:
@@ -127,13 +110,6 @@ def row_of(summary: MethodSummary, *, errors: bool) -> list[str]:
     ]
 
 
-def markdown(summaries: Sequence[MethodSummary]) -> str:
-    """A table for the documentation."""
-    ruler = [":--" if heading in HEADINGS[:2] else "--:" for heading in HEADINGS]
-    rows = (HEADINGS, ruler, *(row_of(summary, errors=True) for summary in summaries))
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
-
-
 def _documents(summary: MethodSummary) -> str:
     return f"{summary.size} {summary.setting}"
 
@@ -142,30 +118,12 @@ def _share(share: Share, *, error: bool) -> str:
     return f"{share.value:.2f}±{share.standard_error:.2f}" if error else f"{share.value:.2f}"
 
 
-def _table(title: str, summaries: Sequence[MethodSummary]) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
-    for heading in HEADINGS[1:]:
-        table.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True)
-    for summary in summaries:
-        table.add_row(*row_of(summary, errors=False)[1:])
-    return table
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m pipelines.evidence",
-        description=__doc__,
-        epilog=EXPLAINED,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = job_parser("evidence", __doc__, EXPLAINED)
     add = parser.add_argument
-    add("--model", required=True, help="'demo', a hub id, a local folder or a .gguf file")
-    add("--data", type=Path, required=True, metavar="DIR", help="folder with xquad.en.json")
-    add("--out", type=Path, required=True, metavar="DIR", help="folder for results; a stopped run goes on there")
     add("--documents", type=int, default=4, metavar="N", help="documents before each question (4)")
     add("--questions", type=int, default=48, metavar="N", help="questions (48)")
     add("--pool", type=int, default=24, metavar="N", help="articles that all questions share (24)")
-    add("--paragraphs", type=int, default=4, metavar="N", help="paragraphs of a document, about 175 tokens each (4)")
     add(
         "--skip-articles",
         type=int,
@@ -175,12 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--hard", action="store_true", help="all documents of a question are paragraphs of one article")
     add("--methods", nargs="+", default=[], metavar="NAME", help="methods to measure, see below (all)")
-    add("--max-new-tokens", type=int, default=16, metavar="N", help="longest answer (16)")
-    add("--recipe", type=Path, metavar="FILE", help="TOML recipe of the archives (the default one)")
-    add("--seed", type=int, default=0, help="chooses documents, questions, orders and places (0)")
-    add("--dtype", help="bf16, fp16 or fp32 (the checkpoint's own)")
-    add("--device", help="cpu, cuda, cuda:1 ... (cuda if there is one)")
-    add("--markdown", type=Path, metavar="FILE", help="also write the table as markdown")
+    add_last(parser)
     return parser
 
 

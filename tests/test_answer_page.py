@@ -1,4 +1,4 @@
-"""The answer page in a real browser: it fits a phone, works by keyboard, loads nothing, and shows something."""
+"""The answer page and a report in a real browser: they fit a phone, work by keyboard, load nothing, show something."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from PIL import Image
 
 from ragkv.answer.page import render_answer
 from ragkv.answer.passages import DocumentEvidence, merge_passages
+from ragkv.evaluation.report.figures import Axis, Series, draw_curves
+from ragkv.evaluation.report.page import Picture, Report, Section, Table, write_report
 from ragkv.page import write_page
 from tests.answer_sample import sample_page, token_spans
 from tests.browser import NAMES, Browser, find_chromium
@@ -68,8 +70,22 @@ def hard_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def report_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report with a wide table, a figure with labels, and words without end."""
+    x, names = (64, 128, 256), ("w" * 60, "int4", "int3", "int2")
+    curves = [Series(name, x, (0.5, 0.1, 0.05), (0.1, 0.02, 0.01), ("", "knee", "")) for name in names]
+    picture = Picture(draw_curves(curves, x=Axis("budget", log=True), y=Axis("KL", log=True)), "a figure", "w" * 300)
+    table = Table("a table", [f"column {number}" for number in range(20)], [[*range(20)], [*range(20)]], highlight=1)
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    write_report(
+        Report("A report", "w" * 300, [Section("s" * 80, ["words", table, picture])], {"key": "v" * 200}), path
+    )
+    return path
+
+
 @pytest.mark.parametrize("width", [320, 375, 1200])
-@pytest.mark.parametrize("which", ["page_file", "hard_file"])
+@pytest.mark.parametrize("which", ["page_file", "hard_file", "report_file"])
 def test_nothing_scrolls_sideways(browser: Browser, request: pytest.FixtureRequest, which: str, width: int) -> None:
     browser.open(request.getfixturevalue(which), width=width)
     browser.ask(OPEN_ALL)
@@ -106,8 +122,10 @@ def test_enter_on_a_link_into_the_whole_text_unfolds_it(browser: Browser, page_f
     assert 40 <= float(str(browser.ask(shown))) <= 800, "hidden by the summary that stays on top, or out of sight"
 
 
-def test_the_page_loads_nothing_and_reports_no_error(browser: Browser, page_file: Path, hard_file: Path) -> None:
-    for path in (page_file, hard_file):
+def test_the_page_loads_nothing_and_reports_no_error(
+    browser: Browser, page_file: Path, hard_file: Path, report_file: Path
+) -> None:
+    for path in (page_file, hard_file, report_file):
         browser.open(path, width=1200)
         browser.ask(OPEN_ALL)
         methods = [event["method"] for event in browser.events]
@@ -141,14 +159,18 @@ CONTRAST = """(() => {
     parse(getComputedStyle(node).backgroundColor); if (a > 0) return [r, g, b]; } return [255, 255, 255]; };
   const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), low = [];
   while (texts.nextNode()) { const node = texts.currentNode.parentElement; if (!texts.currentNode.data.trim()) continue;
-    const pair = [light(parse(getComputedStyle(node).color).slice(0, 3)), light(ground(node))].sort((a, b) => b - a);
+    const look = getComputedStyle(node), ink = node.tagName === 'text' ? look.fill : look.color;
+    const pair = [light(parse(ink).slice(0, 3)), light(ground(node))].sort((a, b) => b - a);
     const ratio = (pair[0] + 0.05) / (pair[1] + 0.05);
     if (ratio < 4.5) low.push(node.tagName + '.' + node.className + ' ' + ratio.toFixed(2)); }
   return JSON.stringify(low); })()"""
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_every_text_has_the_contrast_that_small_print_needs(browser: Browser, page_file: Path, dark: bool) -> None:
-    browser.open(page_file, width=375, dark=dark)
+@pytest.mark.parametrize("which", ["page_file", "report_file"])
+def test_every_text_has_the_contrast_that_small_print_needs(
+    browser: Browser, request: pytest.FixtureRequest, which: str, dark: bool
+) -> None:
+    browser.open(request.getfixturevalue(which), width=375, dark=dark)
     browser.ask(OPEN_ALL)
     assert browser.ask(CONTRAST) == "[]"

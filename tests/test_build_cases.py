@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import ragkv.build.cluster
 from ragkv import Archive, ArchiveCache, LoadedModel, PromptLayout, Recipe, attach, build_archive
 from ragkv.archive.codec import Widths
-from ragkv.archive.groups import group_sums
 from ragkv.archive.manifest import MANIFEST_FILE
 from ragkv.build.cluster import assign, cluster_keys
+from ragkv.build.groups import group_sums
 from ragkv.errors import ConfigError, NonFiniteError
 from ragkv.model.prefill import captured_layers, prefill_cache
 from tests.archives import CODED, DOCUMENT, EVERYTHING, SMALL, archive_of, loaded

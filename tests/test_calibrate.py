@@ -25,12 +25,13 @@ from ragkv.evaluation.calibrate.rule import (
     layer_budgets,
     point_name,
 )
-from ragkv.evaluation.calibrate.sweep import Calibration, calibrate
+from ragkv.evaluation.calibrate.search import Calibration, calibrate
 from ragkv.evaluation.calibrate.words import About, verdict
 from ragkv.evaluation.compare import Questions
 from ragkv.evaluation.data.suite import Item
 from ragkv.evaluation.report.page import render_report
-from ragkv.evaluation.run import Progress, Task
+from ragkv.evaluation.run import Task
+from ragkv.evaluation.timing import Progress
 from ragkv.recipe import RecallPolicy
 from tests.archives import DOCUMENT, QUESTIONS, loaded
 from tests.tiny import tiny_tokenizer
@@ -244,7 +245,7 @@ def test_a_run_again_measures_nothing_and_says_the_same(
     measured: tuple[Path, Calibration, LoadedModel], monkeypatch: pytest.MonkeyPatch
 ):
     folder, calibration, model = measured
-    monkeypatch.setattr("ragkv.evaluation.run.prefill_cache", None)
+    monkeypatch.setattr("ragkv.evaluation.run.timed_prefill", None)
     assert measure(folder, model) == calibration
 
 

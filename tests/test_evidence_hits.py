@@ -21,19 +21,15 @@ from pipelines.measure.cases import (
     read_pool,
     read_siblings,
 )
-from pipelines.measure.hits import (
+from pipelines.measure.hits import EvidenceRow, holds, judge, rank_of, summarise_evidence
+from pipelines.measure.looks import (
     EmbeddingSearch,
-    EvidenceRow,
     Found,
     Looked,
     best_passages,
-    holds,
     join_texts,
-    judge,
     look_by_words,
-    rank_of,
     split_evidence,
-    summarise_evidence,
 )
 from ragkv.answer.ask import ask
 from ragkv.answer.passages import DocumentEvidence, merge_passages, sentence_runs

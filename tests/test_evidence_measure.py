@@ -12,13 +12,8 @@ import pytest
 
 from pipelines.evidence import HEADINGS, main
 from pipelines.measure.evidence import EvidenceOptions, measure_evidence
-from pipelines.measure.hits import (
-    DENSE,
-    EMBEDDING,
-    LEXICAL,
-    RECALL,
-    EvidenceRow,
-)
+from pipelines.measure.hits import EvidenceRow
+from pipelines.measure.looks import DENSE, EMBEDDING, LEXICAL, RECALL
 from ragkv.errors import ConfigError
 from ragkv.evaluation.results import RESULTS_FILE
 from tests.archives import loaded

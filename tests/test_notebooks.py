@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import tomllib
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,17 @@ def test_a_notebook_names_no_path_of_a_machine(path: Path) -> None:
     for cell in read(path)["cells"]:
         found = ABSOLUTE_PATH.search("".join(cell["source"]))
         assert found is None, f"{cell['id']}: {found}"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_imports_what_there_is(path: Path) -> None:
+    """Found here in a moment, where running the notebook takes minutes."""
+    code = "\n".join("".join(cell["source"]) for cell in read(path)["cells"] if cell["cell_type"] == "code")
+    taken = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)]
+    for node in taken:
+        if node.module and node.module.split(".")[0] == "ragkv":
+            module = import_module(node.module)
+            assert not [each.name for each in node.names if not hasattr(module, each.name)], node.module
 
 
 @pytest.mark.parametrize("text", ['open("/home/me/x")', "see /tmp/x", "(C:\\data)", "~/data", "/srv/data"])

@@ -24,7 +24,6 @@ from ragkv.evaluation.peers.policies import (
     PreparedPeer,
     SelectedLayer,
     prepare,
-    tokens_of_bytes,
 )
 from ragkv.evaluation.peers.quantise import Codes
 from ragkv.evaluation.peers.selection import (
@@ -337,13 +336,6 @@ def test_bytes_by_hand(policy: str, read: int, resident: int, disk: int) -> None
 def test_only_global_layers_are_counted() -> None:
     here = subject("gemma3")  # 2 of 4 layers are global, 2 KV heads of 16 + 16 float32 numbers
     assert here.prepare("oracle").disk_bytes == 2 * 2 * here.span.end * 128
-
-
-def test_a_budget_in_bytes_is_whole_tokens_of_every_head() -> None:
-    here = short()
-    assert tokens_of_bytes(here.dense, here.model, 10 * HEADS * ROW + 5) == 10
-    with pytest.raises(ConfigError, match="holds no token"):
-        tokens_of_bytes(here.dense, here.model, HEADS * ROW - 1)
 
 
 # What is refused

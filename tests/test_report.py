@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from ragkv.errors import ConfigError, MissingExtraError
-from ragkv.evaluation.report.figures import Axis, Bars, Series, draw_bars, draw_curves, draw_frontier
+from ragkv.evaluation.report.figures import Axis, Bars, Series, draw_bars, draw_curves
 from ragkv.evaluation.report.page import Picture, Report, Section, Table, format_column, render_report, write_report
 
 EVIL = "<script>alert('x')</script>\" & $5 to $6 \x00\x1b\udc80 onload="
@@ -196,13 +196,6 @@ def test_series_of_different_lengths_are_refused():
         draw_curves([Series("a", (1, 2), (1.0,))], x=BUDGET, y=KL)
 
 
-@pytest.mark.parametrize("better", ["lower", "higher", None])
-def test_a_frontier_names_each_point(better):
-    groups = [Series("ragkv", (1, 2), (0.2, 0.1), None, ("64", "256")), Series("window", (1.5,), (0.9,))]
-    shown = texts(draw_frontier(groups, x=Axis("bytes read (MiB)"), y=Axis("KL (nats)"), better=better))
-    assert {"64", "256", "window"} <= set(shown)
-
-
 def test_bars_carry_groups_names_and_values():
     bars = [Bars("dense", (0.98, 0.6), (0.02, 0.05)), Bars("archive", (0.97, math.nan))]
     shown = texts(draw_bars(["kv75", EVIL], bars, y=Axis("score (share right)")))
@@ -230,7 +223,8 @@ def test_drawing_leaves_the_settings_of_matplotlib_alone():
 def test_names_in_other_scripts_are_drawn_without_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert "\u6d77\u6e2f" in texts(draw_frontier([Series("\u6d77\u6e2f", (1,), (2,))], x=BUDGET, y=KL))
+        named = [Series("\u6d77\u6e2f", (1,), (2,)), Series("\u0628\u062d\u0631", (1,), (3,), None, ("\u5cf0",))]
+        assert {"\u6d77\u6e2f", "\u0628\u062d\u0631", "\u5cf0"} <= set(texts(draw_curves(named, x=BUDGET, y=KL)))
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):

@@ -40,9 +40,9 @@ from ragkv.evaluation.bench import environment
 from ragkv.evaluation.fidelity import Decoded, agreement, decode_answer, kl_divergence
 from ragkv.evaluation.metrics import METRICS
 from ragkv.evaluation.results import ResultsFolder
-from ragkv.evaluation.timing import drain
+from ragkv.evaluation.timing import Progress, drain, timed_prefill
 from ragkv.model.load import LoadedModel
-from ragkv.model.prefill import fork_cache, prefill_cache
+from ragkv.model.prefill import fork_cache
 from ragkv.model.prompt import question_ids, tokenize_prompt
 from ragkv.recall.archive import Archive
 from ragkv.recall.cache import ArchiveCache
@@ -54,8 +54,6 @@ from ragkv.text import read_text
 from ragkv.version import __version__
 
 HEADER_FILE, ARCHIVES = "header.json", "archives"
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -215,11 +213,8 @@ def measure_together(
         return
     model = archives[0].model
     joined = Composition([archives[place] for place in todo[0][0].documents])
-    started = time.perf_counter()
     report = None if on_progress is None else partial(on_progress, "joint prefill")
-    dense = prefill_cache(model.model, joined.token_ids.tolist(), on_progress=report)
-    drain(model.model.device)
-    prefill_s = time.perf_counter() - started
+    dense, prefill_s = timed_prefill(model.model, joined.token_ids.tolist(), on_progress=report)
     plain = PlainPrompt(model, joined.layout, [document.text for document in joined.documents])
     for case, missing in todo:
         if not missing:
@@ -229,7 +224,7 @@ def measure_together(
         for name in missing:
             if name == JOINT:
                 seconds = prefill_s + reference.ttft_s
-                trial = _Trial(joined.n_context, reference, reference.text, joined.n_context + len(ids), seconds)
+                trial = _Tried(joined.n_context, reference, reference.text, joined.n_context + len(ids), seconds)
             elif name == PLAIN:
                 trial = _try_plain(plain, case.asked.item.question, reference, options)
             else:
@@ -272,7 +267,7 @@ def compose_variant(
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _Tried:
     """What a variant made of a question: ``decoded`` along the reference's answer, or its own without one, and the
     ``text`` of its own answer.
     """
@@ -289,7 +284,7 @@ def _try(
     ids: Sequence[int],
     reference: Decoded | None,
     options: CompositionOptions,
-) -> _Trial:
+) -> _Tried:
     """A variant that agrees with the reference at every position would give the same answer, so only others generate;
     without a reference all do.
 
@@ -306,17 +301,17 @@ def _try(
         text = _decode(composition, ids, ArchiveCache(composition, policy=policy), options).text
     repaired = composition.recomputed
     n_repaired = 0 if repaired is None else repaired.layers[0].keys.shape[1]
-    return _Trial(composition.n_context, decoded, text, n_repaired + len(ids), composing_s + decoded.ttft_s)
+    return _Tried(composition.n_context, decoded, text, n_repaired + len(ids), composing_s + decoded.ttft_s)
 
 
-def _try_plain(plain: PlainPrompt, question: str, reference: Decoded, options: CompositionOptions) -> _Trial:
+def _try_plain(plain: PlainPrompt, question: str, reference: Decoded, options: CompositionOptions) -> _Tried:
     """As `_try`; the prompt is read for each question, though measuring shares it."""
     decoded = plain.decode(question, max_new_tokens=options.max_new_tokens, forced=reference.token_ids)
     text = reference.text
     if tuple(decoded.logits.argmax(-1).tolist()) != reference.token_ids:
         text = plain.decode(question, max_new_tokens=options.max_new_tokens).text
     n_tokens = len(plain.ids(question))
-    return _Trial(n_tokens, decoded, text, n_tokens, plain.prefill_s + decoded.ttft_s)
+    return _Tried(n_tokens, decoded, text, n_tokens, plain.prefill_s + decoded.ttft_s)
 
 
 def _decode(
@@ -337,7 +332,7 @@ def _decode(
     )
 
 
-def _row(case: Case, variant: str, document: str, reference: Decoded | None, trial: _Trial) -> Row:
+def _row(case: Case, variant: str, document: str, reference: Decoded | None, trial: _Tried) -> Row:
     scores = METRICS["squad"](trial.text, case.asked.item.answers)
     logits = trial.decoded.logits
     return Row(

@@ -25,8 +25,9 @@ from pipelines.measure.cases import (
     read_pool,
     read_siblings,
 )
-from pipelines.measure.compositions import ARCHIVES, HEADER_FILE, Progress, archive_pool, check_context
-from pipelines.measure.hits import (
+from pipelines.measure.compositions import ARCHIVES, HEADER_FILE, archive_pool, check_context
+from pipelines.measure.hits import EvidenceRow, judge
+from pipelines.measure.looks import (
     DENSE,
     EMBEDDING,
     EMBEDDING_PACKAGES,
@@ -34,12 +35,10 @@ from pipelines.measure.hits import (
     METHODS,
     RECALL,
     EmbeddingSearch,
-    EvidenceRow,
     Looked,
     best_passages,
     embedding_is_installed,
     join_texts,
-    judge,
     load_minilm,
     look_by_words,
     split_evidence,
@@ -49,6 +48,7 @@ from ragkv.answer.passages import DocumentEvidence
 from ragkv.errors import ConfigError
 from ragkv.evaluation.bench import environment
 from ragkv.evaluation.results import ResultsFolder
+from ragkv.evaluation.timing import Progress
 from ragkv.model.load import LoadedModel
 from ragkv.model.prompt import document_sha256
 from ragkv.recall.composition import Composition

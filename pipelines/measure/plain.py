@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from functools import cached_property
 
 from transformers import DynamicCache
 
 from ragkv.evaluation.fidelity import Decoded, decode_answer
-from ragkv.evaluation.timing import drain
+from ragkv.evaluation.timing import timed_prefill
 from ragkv.model.load import LoadedModel, padded_inputs
-from ragkv.model.prefill import fork_cache, prefill_cache
+from ragkv.model.prefill import fork_cache
 from ragkv.model.prompt import QUESTION_SLOT, PromptLayout, prefix_ids
 from ragkv.model.shape import model_shape
 
@@ -45,10 +44,7 @@ class PlainPrompt:
     @cached_property
     def _held(self) -> tuple[list[int], DynamicCache]:
         ids = prefix_ids(self._model.tokenizer, self._before)
-        started = time.perf_counter()
-        cache = prefill_cache(self._model.model, ids)
-        drain(self._model.model.device)
-        self.prefill_s = time.perf_counter() - started
+        cache, self.prefill_s = timed_prefill(self._model.model, ids)
         return ids, cache
 
     def _read(self, ids: list[int]) -> tuple[DynamicCache, int]:

@@ -1,7 +1,7 @@
 """The page behind one answer: what was asked and answered, the passages it looked at, and what it cost.
 
 It is one HTML file without scripts, the same bytes for the same input. All texts are data: nothing of a question,
-answer or document can become markup.
+answer or document can become markup. The markup is in `ragkv/templates/answer.html`; here is what it shows.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
-from ragkv.answer.figures import format_share, layer_section, strip_figure
 from ragkv.answer.passages import DocumentEvidence, Passage, spans_within
-from ragkv.answer.style import STYLE
-from ragkv.page import escape_text, render_page
+from ragkv.page import render
 from ragkv.recall.trace import LayerMeans
 
 _LEVELS = ("", "one", "two", "three")
@@ -27,9 +26,12 @@ _LEAST_SHOWN = 1 / 20
 # Characters of the text around a passage, and how few of them may be left when they are cut at a line.
 _CONTEXT = 160
 _CONTEXT_LEAST = 30
-_LONG_QUESTION = 140
 # From here on letters stand for syllables or words, and a text has no spaces to find words by.
 _FIRST_CJK = "\u2e80"
+_STRIP_BINS = 96
+_STRIP_HEIGHT = 40
+_NO_NUMBER = "\N{EN DASH}"
+_ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 
 
 @dataclass(frozen=True)
@@ -70,36 +72,40 @@ class _Source:
 def render_answer(page: AnswerPage) -> str:
     """The page as HTML text, which every encoding of Unicode can hold."""
     sources = _sources(page.documents)
-    long = ' class="long"' if len(page.question) > _LONG_QUESTION else ""
-    target = "sources" if any(source.passages for source in sources) else "answer"
-    answer = page.answer.strip()
-    shown = f'<div class="answer">{escape_text(answer)}</div>' if answer else "<p>The model gave no answer.</p>"
-    body = f"""<a class="skip" href="#{target}">Skip to the {target}</a>
-<header>
-<p class="eyebrow">Question to {_amount(len(page.documents), "document")}</p>
-<h1{long}>{escape_text(page.question.strip()) or "(no question)"}</h1>
-</header>
-<main>
-<section id="answer" aria-labelledby="answer-heading">
-<h2 id="answer-heading">Answer</h2>
-{shown}
-<p class="note">Written by {escape_text(page.model)}.</p>
-</section>
-<section id="sources" aria-labelledby="sources-heading">
-<h2 id="sources-heading">Where the answer looked</h2>
-{_overview(sources)}
-{"".join(_source(source) for source in sources)}</section>
-{_figures(page.figures)}{layer_section(page.layers)}</main>
-<footer>
-<p>Made by {escape_text(page.created_by)}. This file stands alone: it loads nothing and runs no script.</p>
-</footer>
-"""
-    return render_page(title=_title(page.question), style=STYLE, body=body)
+    return render(
+        "answer.html",
+        title=_title(page.question),
+        skip_to="sources" if any(source.passages for source in sources) else "answer",
+        n_documents=_amount(len(page.documents), "document"),
+        question=page.question.strip(),
+        answer=page.answer.strip(),
+        model=page.model,
+        any_attention=any(source.document.share > 0 for source in sources),
+        sources=[_shown(source) for source in sources],
+        figures=page.figures,
+        layers=[(row.layer, _tokens(row.recalled_tokens), format_share(row.unrecalled_mass)) for row in page.layers],
+        created_by=page.created_by,
+    )
+
+
+def format_share(share: float) -> str:
+    """A share as a percentage with as much precision as a reader can use: "31%", "0.4%", "<0.1%"."""
+    if not math.isfinite(share):
+        return _NO_NUMBER
+    if share >= 0.095 or share <= 0:
+        return f"{max(share, 0.0):.0%}"
+    return f"{share:.1%}" if share >= 0.001 else "<0.1%"
+
+
+def _tokens(number: float) -> str:
+    if not math.isfinite(number):
+        return _NO_NUMBER
+    return f"{number:,.0f}" if number >= 10 or number == int(number) else f"{number:,.1f}"
 
 
 def _title(question: str) -> str:
     line = " ".join(question.split())
-    return (line if len(line) <= 80 else f"{line[:79].rstrip()}\N{HORIZONTAL ELLIPSIS}") or "An answer and its sources"
+    return (line if len(line) <= 80 else f"{line[:79].rstrip()}{_ELLIPSIS}") or "An answer and its sources"
 
 
 def _amount(number: int, noun: str) -> str:
@@ -138,93 +144,71 @@ def _level(value: float, top: float, limits: Sequence[float]) -> int:
     return sum(value > 0 and value >= limit * top for limit in limits)
 
 
-def _overview(sources: Sequence[_Source]) -> str:
-    if not sources:
-        return "<p>There were no documents: the answer is the model's own.</p>"
-    if not any(source.document.share > 0 for source in sources):
-        return (
-            "<p>None of the documents received recalled attention, so no passage is shaded. Their texts are below.</p>"
-        )
-    items = "\n".join(_overview_item(source) for source in sources)
-    return f"""<p class="note">Percentages are shares of the recalled attention that fell on documents while the answer
-was written. Passage 1 received most. The stronger its shade, the more attention a passage received; the thicker the
-line under a word, the more that word received. Bars show where in a document attention fell, on a scale of its own.
-Attention tells where the model looked, not that it was right.</p>
-<ol class="sources">
-{items}
-</ol>
-"""
+def _shown(source: _Source) -> dict[str, Any]:
+    """A document as the template wants it."""
+    document, text = source.document, source.document.text
+    share = min(max(document.share, 0.0), 1.0) if math.isfinite(document.share) else 0.0
+    note = "" if source.passages else "No passage of this document stands out."
+    return {
+        "id": source.name,
+        "name": document.name.strip() or "(document without a name)",
+        "share": format_share(document.share),
+        "width": f"{share:.1%}",
+        "strip": _strip(document, source.passages) if document.share > 0 else None,
+        "note": "This document received no recalled attention." if document.share <= 0 else note,
+        "passages": [_shown_passage(source, ranked) for ranked in source.passages],
+        "n_characters": _amount(len(text), "character"),
+        "whole": _whole_text(source) if text.strip() else [],
+    }
 
 
-def _overview_item(source: _Source) -> str:
-    share = min(max(source.document.share, 0.0), 1.0) if math.isfinite(source.document.share) else 0.0
-    chips = " ".join(
-        f'<a class="chip" href="#p{ranked.rank}" aria-label="Passage {ranked.rank}, '
-        f'{format_share(ranked.passage.weight)}">{ranked.rank}</a>'
-        for ranked in source.passages
-    )
-    line = f'\n<p class="chips"><span>{_noun(source)}</span> {chips}</p>' if chips else ""
-    return (
-        f'<li><a href="#{source.name}"><bdi>{_name(source.document)}</bdi></a> '
-        f'<span class="pct">{format_share(source.document.share)}</span>\n'
-        f'<div class="bar" aria-hidden="true"><span style="width:{share:.1%}"></span></div>{line}</li>'
-    )
-
-
-def _noun(source: _Source) -> str:
-    return "Passage" if len(source.passages) == 1 else "Passages"
-
-
-def _name(document: DocumentEvidence) -> str:
-    return escape_text(document.name.strip()) or "(document without a name)"
-
-
-def _source(source: _Source) -> str:
-    document = source.document
-    empty = "" if source.passages else '<p class="note">No passage of this document stands out.</p>\n'
-    if document.share <= 0:
-        empty = '<p class="note">This document received no recalled attention.</p>\n'
-    passages = "".join(_passage(source, ranked) for ranked in source.passages)
-    strip = strip_figure(document, [ranked.passage for ranked in source.passages]) if document.share > 0 else ""
-    return f"""<article class="source" id="{source.name}" aria-labelledby="{source.name}-heading">
-<header>
-<h3 id="{source.name}-heading">{_name(document)}</h3>
-<span class="pct">{format_share(document.share)} of the attention</span>
-</header>
-{strip}{empty}{passages}<details>
-<summary>Whole text ({_amount(len(document.text), "character")})</summary>
-<div class="text">{_whole_text(source)}</div>
-</details>
-</article>
-"""
-
-
-def _passage(source: _Source, ranked: _Ranked) -> str:
+def _shown_passage(source: _Source, ranked: _Ranked) -> dict[str, Any]:
     text, passage, rank = source.document.text, ranked.passage, ranked.rank
     before, after = _context_start(text, passage.start), _context_end(text, passage.end)
-    head = ("\N{HORIZONTAL ELLIPSIS} " if before > 0 else "") + escape_text(text[before : passage.start].lstrip())
-    tail = escape_text(text[passage.end : after].rstrip()) + (" \N{HORIZONTAL ELLIPSIS}" if after < len(text) else "")
-    shaded = f'<mark class="{ranked.level}">{_heat(source, passage)}</mark>'
-    around = [
-        f'<a href="#p{other}">{word}: <span class="hidden">passage </span>{other}</a>'
-        for word, other in (("Next", rank + 1), ("Previous", rank - 1))
-        if 1 <= other <= source.n_ranked
-    ]
-    links = "\n".join([*around, f'<a href="#t{rank}">In the whole text</a>'])
-    return f"""<section class="passage" id="p{rank}" aria-labelledby="p{rank}-heading">
-<h4 id="p{rank}-heading"><span class="chip"><span class="hidden">Passage </span>{rank}</span>
-<span>{format_share(passage.weight)} of the attention</span> <span class="where">{_place(passage, text)}</span></h4>
-<blockquote class="text"><span class="context">{head}</span>{shaded}<span class="context">{tail}</span></blockquote>
-<p class="links">
-{links}
-</p>
-</section>
-"""
-
-
-def _place(passage: Passage, text: str) -> str:
     place = f"{passage.start / max(len(text), 1):.0%}"
-    return "at the beginning" if place == "0%" else f"{place} into the text"
+    return {
+        "rank": rank,
+        "level": ranked.level,
+        "share": format_share(passage.weight),
+        "place": "at the beginning" if place == "0%" else f"{place} into the text",
+        "before": (f"{_ELLIPSIS} " if before > 0 else "") + text[before : passage.start].lstrip(),
+        "pieces": _heat(source, passage),
+        "after": text[passage.end : after].rstrip() + (f" {_ELLIPSIS}" if after < len(text) else ""),
+        "neighbours": [
+            (word, other)
+            for word, other in (("Next", rank + 1), ("Previous", rank - 1))
+            if 1 <= other <= source.n_ranked
+        ],
+    }
+
+
+def _strip(document: DocumentEvidence, passages: Sequence[_Ranked]) -> dict[str, Any] | None:
+    """Bars of where along the text the attention fell; those that lie in one of `passages` are shaded."""
+    n_chars = max(len(document.text), 1)
+    n_bins = min(_STRIP_BINS, n_chars)
+    bins = [0.0] * n_bins
+    for start, end, weight in document.spans:
+        middle = min(max((start + end) // 2, 0), n_chars - 1)
+        bins[middle * n_bins // n_chars] += max(weight, 0.0) if math.isfinite(weight) else 0.0
+    top = max(bins)
+    if top <= 0:
+        return None
+    shaded = {
+        index
+        for passage in (ranked.passage for ranked in passages)
+        for index in range(passage.start * n_bins // n_chars, max(passage.end - 1, 0) * n_bins // n_chars + 1)
+    }
+    bars = [
+        {
+            "shaded": index in shaded,
+            "x": f"{index + 0.1:.1f}",
+            "y": f"{_STRIP_HEIGHT * (1 - value / top):.2f}",
+            "height": f"{_STRIP_HEIGHT * value / top:.2f}",
+        }
+        for index, value in enumerate(bins)
+        if value > 0
+    ]
+    return {"n_bins": n_bins, "height": _STRIP_HEIGHT, "peak": f"{(bins.index(top) + 0.5) / n_bins:.0%}", "bars": bars}
 
 
 def _context_start(text: str, start: int) -> int:
@@ -249,20 +233,20 @@ def _context_end(text: str, end: int) -> int:
     return place if place > end else min(end + _CONTEXT, len(text))
 
 
-def _whole_text(source: _Source) -> str:
-    text, done, parts = source.document.text, 0, []
+def _whole_text(source: _Source) -> list[dict[str, Any]]:
+    """The text in stretches, those of passages with their rank."""
+    text, done = source.document.text, 0
+    stretches: list[dict[str, Any]] = []
     for ranked in sorted(source.passages, key=lambda ranked: (ranked.passage.start, ranked.rank)):
-        passage, rank = ranked.passage, ranked.rank
-        parts.append(escape_text(text[done : max(passage.start, done)]))
-        sign = f'<sup><a href="#p{rank}" aria-label="Passage {rank}">{rank}</a></sup>'
-        parts.append(f'<mark id="t{rank}" class="{ranked.level}">{sign}{_heat(source, passage, done)}</mark>')
+        passage = ranked.passage
+        stretches.append({"rank": None, "pieces": [("", text[done : max(passage.start, done)])]})
+        stretches.append({"rank": ranked.rank, "level": ranked.level, "pieces": _heat(source, passage, done)})
         done = max(done, passage.end)
-    parts.append(escape_text(text[done:]))
-    return "".join(parts) if text.strip() else "<em>This document is empty.</em>"
+    return [*stretches, {"rank": None, "pieces": [("", text[done:])]}]
 
 
-def _heat(source: _Source, passage: Passage, done: int = 0) -> str:
-    """A passage from ``done`` on, its words underlined by their attention."""
+def _heat(source: _Source, passage: Passage, done: int = 0) -> list[tuple[str, str]]:
+    """A passage from ``done`` on as (level, text), its words underlined by their attention."""
     start = max(passage.start, done)
     text = source.document.text[start : passage.end]
     levels = [0] * len(text)
@@ -270,13 +254,13 @@ def _heat(source: _Source, passage: Passage, done: int = 0) -> str:
         level = _level(weight, source.peak, _TOKEN_LEVELS)
         for place in range(max(low - start, 0), min(high - start, len(text))):
             levels[place] = max(levels[place], level)
-    place, parts = 0, []
+    place = 0
+    pieces: list[tuple[str, str]] = []
     for level, run in groupby(_by_word(text, levels)):
         length = len(list(run))
-        piece = escape_text(text[place : place + length])
-        parts.append(f'<u class="{_LEVELS[level]}">{piece}</u>' if level else piece)
+        pieces.append((_LEVELS[level], text[place : place + length]))
         place += length
-    return "".join(parts)
+    return pieces
 
 
 def _by_word(text: str, levels: Sequence[int]) -> Iterator[int]:
@@ -301,16 +285,3 @@ def _kind(character: str) -> str:
 
 def _has_word(text: str) -> bool:
     return any(character.isalnum() for character in text)
-
-
-def _figures(figures: Sequence[tuple[str, str]]) -> str:
-    if not figures:
-        return ""
-    items = "\n".join(f"<div><dt>{escape_text(k)}</dt><dd>{escape_text(v)}</dd></div>" for k, v in figures)
-    return f"""<section aria-labelledby="figures-heading">
-<h2 id="figures-heading">What it cost</h2>
-<dl class="figures">
-{items}
-</dl>
-</section>
-"""

@@ -15,7 +15,7 @@ from ragkv.recipe import Recipe
 
 if TYPE_CHECKING:
     from ragkv.evaluation.calibrate.rule import Sweep
-    from ragkv.evaluation.calibrate.sweep import Calibration
+    from ragkv.evaluation.calibrate.search import Calibration
     from ragkv.evaluation.calibrate.tasks import Plan, Source
     from ragkv.evaluation.calibrate.words import About
 
@@ -181,7 +181,7 @@ def _settings(sources: tuple[Source, ...], plan: Plan, sweep: Sweep) -> dict[str
 def _effort(sources: tuple[Source, ...], plan: Plan, sweep: Sweep) -> str:
     """How much there is to measure, in one sentence, with the ways to make it less."""
     from ragkv.evaluation.calibrate.rule import MIN_LAYERS
-    from ragkv.evaluation.calibrate.sweep import LAYER_QUESTIONS
+    from ragkv.evaluation.calibrate.search import LAYER_QUESTIONS
 
     n_asked, n_points, layers = plan.n_questions(len(sources)), len(sweep.recipes()), sources[0].manifest.layers
     per_source = [len(items) for items in plan.items.values()] or [plan.n_own] * len(sources)
@@ -209,7 +209,7 @@ def _measure(
     device: str | None,
 ) -> tuple[Calibration, About]:
     from ragkv.evaluation.bench import environment
-    from ragkv.evaluation.calibrate import sweep as measuring
+    from ragkv.evaluation.calibrate import search as measuring
     from ragkv.evaluation.calibrate.tasks import make_tasks
     from ragkv.evaluation.calibrate.words import About
     from ragkv.evaluation.results import claim_folder

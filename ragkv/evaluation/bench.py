@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -18,7 +17,7 @@ from ragkv.build.builder import BuildRequest, BuildResult, write_archive
 from ragkv.errors import ConfigError
 from ragkv.evaluation.data.own_questions import quotation_questions
 from ragkv.evaluation.fidelity import Fidelity, measure_fidelity
-from ragkv.evaluation.timing import Times, interleaved, memory_peak, timed
+from ragkv.evaluation.timing import Progress, Times, interleaved, memory_peak, timed, timed_prefill
 from ragkv.model.load import LoadedModel
 from ragkv.model.prefill import fork_cache
 from ragkv.model.prompt import PromptLayout, question_ids, tokenize_prompt
@@ -27,8 +26,6 @@ from ragkv.recall.cache import ArchiveCache
 from ragkv.recall.trace import RecallTrace
 from ragkv.recipe import Recipe
 from ragkv.version import __version__
-
-Progress = Callable[[str, int, int], None]
 
 QUESTION_TOKENS = 32
 _TTFT_REPEATS = 7
@@ -88,9 +85,7 @@ def bench(model: LoadedModel, n_tokens: int, options: BenchOptions, *, on_progre
 
     request = BuildRequest.of(model, document, recipe=options.recipe, layout=layout)
     with memory_peak(device) as dense_memory:
-        started = time.perf_counter()
-        dense = request.prefill(report("prefill"))
-        prefill_s = time.perf_counter() - started
+        dense, prefill_s = timed_prefill(model.model, request.prompt_ids, on_progress=report("prefill"))
     with tempfile.TemporaryDirectory(prefix="ragkv-bench-") as folder:
         build = write_archive(request, dense, Path(folder) / "archive", on_progress=report("cluster"))
         with memory_peak(device) as archive_memory:

@@ -23,8 +23,9 @@ from ragkv.evaluation.plan import (
     plan_tasks,
 )
 from ragkv.evaluation.results import ResultsFolder, write_whole
-from ragkv.evaluation.run import Measured, Progress, Task, measure_layers, run
+from ragkv.evaluation.run import Measured, Task, measure_layers, run
 from ragkv.evaluation.summary import GroupSummary, summarise
+from ragkv.evaluation.timing import Progress
 from ragkv.model.load import LoadedModel
 from ragkv.model.prompt import PromptLayout
 from ragkv.model.shape import model_shape

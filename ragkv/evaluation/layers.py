@@ -248,7 +248,7 @@ class LayerProbe:
         block = max(1, _BLOCK_FLOATS // per_row)
         for start in range(0, n_rows, block):
             rows = slice(start, min(start + block, n_rows))
-            self._compare_rows(_RowBlock(call, rows), out[0, :, rows], recalled.hit[:, rows], sums)
+            self._compare_rows(_Rows(call, rows), out[0, :, rows], recalled.hit[:, rows], sums)
         sums.n_recalled += float(recalled.tokens.sum())
         sums.unrecalled += float(recalled.unrecalled_mass.sum())
         sums.n_entries += recalled.tokens.numel()
@@ -258,7 +258,7 @@ class LayerProbe:
         question = RowFidelity(**self._question.figures())
         return LayerFidelity(layer=index, question=question, **self._answer.figures())
 
-    def _compare_rows(self, block: _RowBlock, out: torch.Tensor, hit: torch.Tensor, sums: _Sums) -> None:
+    def _compare_rows(self, block: _Rows, out: torch.Tensor, hit: torch.Tensor, sums: _Sums) -> None:
         document, n_tokens = self.document, self.document.keys.shape[1]
         cluster = document.cluster.unsqueeze(1).expand(-1, hit.shape[1], -1)
         attended = hit.gather(2, cluster).unsqueeze(1)  # (n_kv_heads, 1, n_rows, n_tokens)
@@ -282,7 +282,7 @@ class LayerProbe:
         sums.norm += float(true.square().sum())
 
 
-class _RowBlock:
+class _Rows:
     """Some query rows of a call (batch of one), query heads by KV head, and their local tokens."""
 
     def __init__(self, call: AttentionCall, rows: slice) -> None:

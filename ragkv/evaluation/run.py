@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,12 +14,9 @@ from ragkv.evaluation.compare import Outcome, Questions, ask_dense, compare, con
 from ragkv.evaluation.layers import LayerFidelity, probe_layers
 from ragkv.evaluation.results import ResultsFolder
 from ragkv.evaluation.subjects import DENSE, DenseDocument, DenseSubject, SubjectMaker, SubjectSpec
-from ragkv.evaluation.timing import drain
+from ragkv.evaluation.timing import Progress, timed_prefill
 from ragkv.model.load import LoadedModel
-from ragkv.model.prefill import prefill_cache
 from ragkv.model.prompt import PromptLayout, PromptTokens, data_ids, document_sha256, tokenize_prompt
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -125,14 +121,8 @@ def measure_layers(
 def _prefilled(model: LoadedModel, task: Task, layout: PromptLayout, report: Progress) -> tuple[DenseDocument, float]:
     """The document in the model's own cache, and the seconds that took."""
     tokens = task.tokens or tokenize_prompt(model.tokenizer, layout, task.text)
-    started = time.perf_counter()
-    dense = prefill_cache(
-        model.model,
-        (*tokens.prefix_ids, *tokens.document_ids),
-        on_progress=partial(report, "dense prefill"),
-    )
-    drain(model.model.device)
-    prefill_s = time.perf_counter() - started
+    ids = (*tokens.prefix_ids, *tokens.document_ids)
+    dense, prefill_s = timed_prefill(model.model, ids, on_progress=partial(report, "dense prefill"))
     return DenseDocument(tokens=tokens, layout=layout, dense=dense, sha256=document_sha256(task.text)), prefill_s
 
 

@@ -64,6 +64,11 @@ class Answers:
     same_answer: MeanScore
     kl: KlSummary
 
+    @property
+    def main_score(self) -> Score:
+        """The score to quote: the last of the metric, which is F1 where it has one."""
+        return list(self.scores.values())[-1]
+
 
 @dataclass(frozen=True)
 class Speed:

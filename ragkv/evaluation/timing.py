@@ -10,8 +10,13 @@ from dataclasses import asdict, dataclass, field
 
 import psutil
 import torch
+from transformers import DynamicCache, PreTrainedModel
 
 from ragkv.evaluation.stats import Quantiles
+from ragkv.model.prefill import prefill_cache
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stage, what is done of it and how much that is."""
 
 _SAMPLE_S = 0.02
 
@@ -39,6 +44,16 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
 def drain(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def timed_prefill(
+    model: PreTrainedModel, token_ids: Sequence[int], *, on_progress: Callable[[int, int], None] | None = None
+) -> tuple[DynamicCache, float]:
+    """The model's own cache of some tokens, and the seconds that took."""
+    started = time.perf_counter()
+    cache = prefill_cache(model, token_ids, on_progress=on_progress)
+    drain(model.device)
+    return cache, time.perf_counter() - started
 
 
 def interleaved(

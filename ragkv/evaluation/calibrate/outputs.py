@@ -15,7 +15,7 @@ from typing import Any
 from ragkv.errors import ConfigError
 from ragkv.evaluation.calibrate.knee import Knee
 from ragkv.evaluation.calibrate.rule import Point
-from ragkv.evaluation.calibrate.sweep import Calibration
+from ragkv.evaluation.calibrate.search import Calibration
 from ragkv.evaluation.calibrate.words import About, describe, layer_verdict, more_budget, verdict
 from ragkv.evaluation.report.figures import Axis, Bars, Series, draw_bars, draw_curves
 from ragkv.evaluation.report.page import Cell, Picture, Report, Section, Table, write_report
@@ -127,22 +127,25 @@ def _knee_dict(knee: Knee) -> dict[str, Any]:
 
 def table_text(calibration: Calibration) -> str:
     """The grid as CSV, the base recipe as a last row where the grid lacks it."""
-    points = [*calibration.grid]
-    if all(point.name != calibration.base.name for point in points):
-        points.append(calibration.base)
     rows = [
         {
             **point_dict(point),
             "chosen": int(point.name == calibration.choice.chosen.name),
             "base": int(point.name == calibration.base.name),
         }
-        for point in points
+        for point in _measured(calibration)
     ]
     out = io.StringIO()
     writer = csv.DictWriter(out, fieldnames=list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return out.getvalue()
+
+
+def _measured(calibration: Calibration) -> list[Point]:
+    """The grid, and the base recipe where the grid lacks it."""
+    known = {point.name: point for point in (*calibration.grid, calibration.base)}
+    return list(known.values())
 
 
 def recipe_text(calibration: Calibration, about: About) -> str:
@@ -289,10 +292,7 @@ def _layers_section(calibration: Calibration) -> Section:
 
 
 def _grid_table(calibration: Calibration) -> Table:
-    base = calibration.base
-    points = [*calibration.grid]
-    if all(point.name != base.name for point in points):
-        points.append(base)
+    points = _measured(calibration)
     columns = ["configuration", _KL, "standard error", "same answer", "score", "read", "resident", "on disk"]
     rows = [
         [p.name, p.loss, standard_error(p.losses), fmean(p.same), mean_or_none(p.scores), p.read, p.resident, p.disk]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from ragkv.evaluation.calibrate.rule import MIN_LAYERS, Point
-from ragkv.evaluation.calibrate.sweep import Calibration
+from ragkv.evaluation.calibrate.search import Calibration
 from ragkv.evaluation.report.page import Cell
 from ragkv.recipe import Recipe
 

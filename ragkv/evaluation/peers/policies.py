@@ -207,23 +207,6 @@ def prepare(
     return PreparedPeer(policy=policy, span=span, layers=layers)
 
 
-def tokens_of_bytes(dense: DynamicCache, model: PreTrainedModel, n_bytes: int) -> int:
-    """Document tokens per KV head whose keys and values weigh `n_bytes` over all global layers: a budget in bytes.
-
-    Raises
-    ------
-    ConfigError
-        If not even one token fits.
-    """
-    per_token, tensors = 0, list(layer_tensors(dense))
-    for shape in model_shape(model.config).global_layers:
-        keys, values = tensors[shape.index]
-        per_token += shape.n_kv_heads * (keys.shape[-1] + values.shape[-1]) * keys.element_size()
-    if n_bytes < per_token:
-        raise ConfigError(f"a budget of {n_bytes} bytes holds no token; one token of every head takes {per_token}")
-    return n_bytes // per_token
-
-
 class _SingleCache(TiedCache):
     """A tied cache of one sequence; a batch is refused."""
 

@@ -13,6 +13,7 @@ from ragkv.evaluation.plan import LONG, SHORT, Contender
 from ragkv.evaluation.report.figures import Axis, Series, draw_curves
 from ragkv.evaluation.report.page import Cell, Picture, Report, Section, Table, write_report
 from ragkv.evaluation.report.tables import (
+    MIB,
     byte_table,
     fidelity_table,
     layer_blocks,
@@ -30,8 +31,6 @@ from ragkv.ledger.fit import LOOK_BACK_TOKENS
 RESULT_FILE, REPORT_FILE = "result.json", "report.html"
 
 Block = str | Table | Picture
-
-_MIB = 2**20
 
 _FIDELITY_NOTE = (
     "KL and agreement are teacher-forced: each subject reads the dense model's own greedy answer, so every position is "
@@ -224,7 +223,7 @@ def _series(family: str, members: Sequence[Contender], frontier: Frontier, group
         else:
             mean = subject.answers.scores[frontier.quality].mean
             value, error = mean.value, mean.standard_error
-        points.append((cost / _MIB, value, error or 0.0, label))
+        points.append((cost / MIB, value, error or 0.0, label))
     points.sort()
     return Series(
         name=family,

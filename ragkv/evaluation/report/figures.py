@@ -1,36 +1,45 @@
-"""The figures of a report, as SVG text: curves, frontiers and grouped bars. Needs the ``plot`` extra.
+"""The figures of a report, as SVG text: curves and grouped bars with a legend. Needs the ``plot`` extra.
 
 Colours are apart for colour-blind readers and dark enough for text on white; marker and line style tell series apart
-too. Names stand at the lines and points themselves.
+too.
 """
 
 from __future__ import annotations
 
 import io
-import itertools
 import math
+import textwrap
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 from ragkv.errors import ConfigError, MissingExtraError
-from ragkv.evaluation.report.labels import COLOURS, FONT_SIZE, LABEL_WIDTH, Point, label_points, name_lines, wrapped
+from ragkv.page import clean_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis as MatplotlibAxis
     from matplotlib.figure import Figure
 
+_Point = tuple[float, float, float, str]
+"""x, y, standard error of y, and label (empty for none)."""
+
+# Okabe and Ito's palette, the light colours darkened until text in them is readable on white.
+_COLOURS = ("#0072b2", "#b34700", "#007a5a", "#9c4f86", "#7a5c00", "#3a3a3a", "#1b7f8c")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-_DASHES = ("solid", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)))
+_DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)))
 _HATCHES = ("", "//", "..", "xx", "\\\\")
 _INK, _GRID = "#1f2430", "#e5e7eb"
-_AXIS_WIDTH = 60  # characters in a line
-_MAX_TICKS = 8
+_FONT_SIZE = 10.5
+# Characters in a line.
+_AXIS_WIDTH, _LABEL_WIDTH, _NAME_WIDTH = 60, 32, 24
 _MAX_BARS_WITH_VALUES = 12
-# As a fraction of an axis: ticks closer than this would overlap.
-_TICK_GAP = 0.08
+# A sweep of at most so many costs, each so many times the one before, has a tick at each.
+_MAX_TICKS, _TICK_RATIO = 8, 1.25
+# Labels of points nearer than this to each other would overlap.
+_NEAR_PIXELS = 40
 
 
 @dataclass(frozen=True)
@@ -54,7 +63,7 @@ class Series:
     errors: Sequence[float] | None = None
     labels: Sequence[str] | None = None
 
-    def points(self) -> list[tuple[float, float, float, str]]:
+    def points(self) -> list[_Point]:
         """(x, y, error, label) of the points that can be drawn."""
         errors = [0.0] * len(self.x) if self.errors is None else self.errors
         labels = [""] * len(self.x) if self.labels is None else self.labels
@@ -75,7 +84,7 @@ class Bars:
 
 
 def draw_curves(series: Sequence[Series], *, x: Axis, y: Axis) -> str:
-    """Lines with error bars, each named at its right end; points with a label are ringed.
+    """Lines with error bars; points with a label are ringed.
 
     Raises
     ------
@@ -85,44 +94,18 @@ def draw_curves(series: Sequence[Series], *, x: Axis, y: Axis) -> str:
         If matplotlib is not installed.
     """
     figure, axes = _new_figure()
-    ends = []
-    for index, (line, points) in enumerate(_drawable(series)):
-        _draw_points(axes, points, index, line_style=_DASHES[index % len(_DASHES)])
-        _ring(axes, points, index)
-        ends.append((line.name, points[-1][1], COLOURS[index % len(COLOURS)]))
-    drawn = [points for _, points in _drawable(series)]
-    _scale(axes, x, y, drawn, x_at_points=True)
-    if len(ends) > 1:
-        name_lines(axes, ends)
-    label_points(figure, axes, drawn, [[point[:2] for point in points] for points in drawn])
-    return _svg(figure)
-
-
-def draw_frontier(
-    series: Sequence[Series], *, x: Axis, y: Axis, better: Literal["lower", "higher"] | None = "lower"
-) -> str:
-    """Points with labels, and the line of those that no other point beats on cost (x, lower is better) and y.
-
-    A series without labels is named at its points. `better` says which y is better; None draws no line.
-
-    Raises
-    ------
-    ConfigError, MissingExtraError
-        As `draw_curves`.
-    """
-    figure, axes = _new_figure()
-    drawn, steps = [], []
-    for index, (group, points) in enumerate(_drawable(series)):
-        _draw_points(axes, points, index, line_style="none")
-        drawn.append([(*point[:3], point[3] or group.name) for point in points])
-    if better is not None:
-        front = _frontier([point[:2] for points in drawn for point in points], sign=1 if better == "lower" else -1)
-        corners = [(right[0], left[1]) for left, right in itertools.pairwise(front)]
-        steps = [place for pair in zip(front, corners, strict=False) for place in pair] + front[-1:]
-        axes.plot(*zip(*steps, strict=True), color="#6b7280", linewidth=1.2, zorder=1)
-    _scale(axes, x, y, drawn, x_at_points=False)
-    axes.margins(0.12)
-    label_points(figure, axes, drawn, [steps])
+    drawn = _drawable(series)
+    handles = [_draw_points(axes, points, index) for index, (_, points) in enumerate(drawn)]
+    axes.set_xlabel(_wrapped(x.label, _AXIS_WIDTH))
+    axes.set_ylabel(_wrapped(y.label, _LABEL_WIDTH))
+    _scale(axes.xaxis, x, [point[0] for _, points in drawn for point in points])
+    _scale(axes.yaxis, y, [point[1] for _, points in drawn for point in points])
+    sweep = sorted({point[0] for point in drawn[0][1]})
+    if x.log and 1 < len(sweep) <= _MAX_TICKS and sweep[0] > 0 and all(b / a > _TICK_RATIO for a, b in pairwise(sweep)):
+        axes.xaxis.set_ticks(sweep, [_tick(value) for value in sweep])
+    for index, (_, points) in enumerate(drawn):
+        _label_points(axes, points, _COLOURS[index % len(_COLOURS)])
+    _legend(figure, [line.name for line, _ in drawn], handles)
     return _svg(figure)
 
 
@@ -139,7 +122,7 @@ def draw_bars(groups: Sequence[str], bars: Sequence[Bars], *, y: Axis) -> str:
     if y.log:
         raise ConfigError("figure: bars start at 0, which a log axis does not have; draw curves or a linear axis")
     figure, axes = _new_figure()
-    width = 0.8 / len(bars)
+    width, handles = 0.8 / len(bars), []
     for index, bar in enumerate(bars):
         heights = [height if math.isfinite(height) else 0.0 for height in bar.heights]
         drawn = axes.bar(
@@ -147,22 +130,21 @@ def draw_bars(groups: Sequence[str], bars: Sequence[Bars], *, y: Axis) -> str:
             heights,
             width * 0.92,
             yerr=_bar_errors(bar),
-            label=wrapped(bar.name, LABEL_WIDTH),
-            color=COLOURS[index % len(COLOURS)],
+            color=_COLOURS[index % len(_COLOURS)],
             edgecolor="white",
             hatch=_HATCHES[index % len(_HATCHES)],
             error_kw={"capsize": 3, "ecolor": _INK},
         )
+        handles.append(drawn)
         if len(groups) * len(bars) <= _MAX_BARS_WITH_VALUES:
             texts = [_tick(height) if math.isfinite(height) else "" for height in bar.heights]
-            axes.bar_label(drawn, texts, padding=2, fontsize=FONT_SIZE - 1.5, color=_INK)
-    axes.set_xticks(range(len(groups)), [wrapped(group, 14) for group in groups])
+            axes.bar_label(drawn, texts, padding=2, fontsize=_FONT_SIZE - 1.5, color=_INK)
+    axes.set_xticks(range(len(groups)), [_wrapped(group, 14) for group in groups])
     axes.tick_params(axis="x", length=0)
     axes.yaxis.set_major_formatter(lambda value, _: _tick(value))
-    axes.set_ylabel(wrapped(y.label, LABEL_WIDTH))
+    axes.set_ylabel(_wrapped(y.label, _LABEL_WIDTH))
     axes.margins(y=0.12)
-    if len(bars) > 1:
-        figure.legend(loc="outside upper left", ncols=min(len(bars), 3), frameon=False, fontsize=FONT_SIZE)
+    _legend(figure, [bar.name for bar in bars], handles)
     return _svg(figure)
 
 
@@ -175,7 +157,7 @@ def _bar_errors(bar: Bars) -> list[float] | None:
     return [error if math.isfinite(height) else math.nan for height, error in pairs]
 
 
-def _drawable(series: Sequence[Series]) -> list[tuple[Series, list[Point]]]:
+def _drawable(series: Sequence[Series]) -> list[tuple[Series, list[_Point]]]:
     found = [(line, points) for line in series if (points := line.points())]
     if not found:
         raise ConfigError(f"figure: none of {len(series)} series has a finite point; give at least one")
@@ -192,21 +174,21 @@ def _new_figure() -> tuple[Figure, Axes]:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.tick_params(labelsize=FONT_SIZE - 0.5)
+    axes.tick_params(labelsize=_FONT_SIZE - 0.5)
     for axis in (axes.xaxis, axes.yaxis):
-        axis.label.set_fontsize(FONT_SIZE)
+        axis.label.set_fontsize(_FONT_SIZE)
     return figure, axes
 
 
-def _draw_points(axes: Axes, points: list[Point], index: int, *, line_style: object) -> None:
+def _draw_points(axes: Axes, points: list[_Point], index: int) -> Any:
     x, y, errors, _ = zip(*points, strict=True)
-    axes.errorbar(
+    return axes.errorbar(
         x,
         y,
         yerr=errors if any(errors) else None,
-        color=COLOURS[index % len(COLOURS)],
+        color=_COLOURS[index % len(_COLOURS)],
         marker=_MARKERS[index % len(_MARKERS)],
-        linestyle=line_style,
+        linestyle=_DASHES[index % len(_DASHES)],
         linewidth=2,
         markersize=6,
         elinewidth=1.2,
@@ -215,69 +197,60 @@ def _draw_points(axes: Axes, points: list[Point], index: int, *, line_style: obj
     )
 
 
-def _ring(axes: Axes, points: list[Point], index: int) -> None:
+def _label_points(axes: Axes, points: list[_Point], colour: str) -> None:
+    """Ring the points that have a label, and write it above them; neighbours in one place share a text."""
+    groups: list[tuple[tuple[float, float], list[str]]] = []
     for x, y, _, label in points:
-        if label:
-            colour = COLOURS[index % len(COLOURS)]
-            axes.plot([x], [y], "o", markersize=13, markerfacecolor="none", markeredgecolor=colour, zorder=4)
-
-
-def _frontier(points: list[tuple[float, float]], *, sign: int) -> list[tuple[float, float]]:
-    """Points that no cheaper or equally cheap one equals or beats, cheapest first; `sign` 1 where lower y is better."""
-    front: list[tuple[float, float]] = []
-    for x, y in sorted(points, key=lambda point: (point[0], sign * point[1])):
-        if not front or sign * y < sign * front[-1][1]:
-            front.append((x, y))
-    return front
-
-
-def _scale(axes: Axes, x: Axis, y: Axis, drawn: list[list[Point]], *, x_at_points: bool) -> None:
-    """Scales, axis labels and ticks as plain numbers."""
-    axes.set_xlabel(wrapped(x.label, _AXIS_WIDTH))
-    axes.set_ylabel(wrapped(y.label, LABEL_WIDTH))
-    places = [(point[0], point[1]) for points in drawn for point in points]
-    for axis, wanted, values in (
-        (axes.xaxis, x, [place[0] for place in places]),
-        (axes.yaxis, y, [place[1] for place in places]),
-    ):
-        if wanted.log:
-            _log_axis(axis, values, at_points=x_at_points and axis is axes.xaxis)
+        if not label:
+            continue
+        axes.plot([x], [y], "o", markersize=13, markerfacecolor="none", markeredgecolor=colour, zorder=4)
+        if groups and math.dist(_pixel(axes, groups[-1][0]), _pixel(axes, (x, y))) < _NEAR_PIXELS:
+            groups[-1][1].append(label)
         else:
-            axis.set_major_formatter(lambda value, _: _tick(value))
+            groups.append(((x, y), [label]))
+    for place, labels in groups:
+        is_left = axes.transAxes.inverted().transform(_pixel(axes, place))[0] < 0.7
+        axes.annotate(
+            _wrapped(", ".join(labels), _LABEL_WIDTH),
+            xy=place,
+            xytext=(4 if is_left else -4, 9),
+            textcoords="offset points",
+            ha="left" if is_left else "right",
+            va="bottom",
+            color=colour,
+            fontsize=_FONT_SIZE - 0.5,
+            zorder=5,
+        )
 
 
-def _log_axis(axis: MatplotlibAxis, values: list[float], *, at_points: bool) -> None:
-    positive = sorted({value for value in values if value > 0})
-    set_scale = axis.axes.set_xscale if axis is axis.axes.xaxis else axis.axes.set_yscale
-    if not positive:
-        axis.set_major_formatter(lambda value, _: _tick(value))
-        return
-    low, high = positive[0], positive[-1]
-    zero = [] if min(values) > 0 else [0.0]
-    if zero:
-        set_scale("symlog", linthresh=low)
-    else:
-        set_scale("log")
-    ticks = positive if at_points else _round_ticks(low, high)
-    span = math.log(ticks[-1] / ticks[0]) or 1.0
-    kept: list[float] = []
-    for tick in reversed(ticks):
-        if not kept or math.log(kept[-1] / tick) >= _TICK_GAP * span:
-            kept.append(tick)
-    axis.set_ticks([*zero, *reversed(kept)], [_tick(tick) for tick in [*zero, *reversed(kept)]])
-    axis.set_ticks([], minor=True)
+def _pixel(axes: Axes, place: tuple[float, float]) -> tuple[float, float]:
+    across, up = axes.transData.transform(place)
+    return float(across), float(up)
 
 
-def _round_ticks(low: float, high: float) -> list[float]:
-    """1, 2, 5 times powers of ten from just below `low` to just above `high`; only the powers if those are many."""
-    decades = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
-    for steps in ((1, 2, 5), (1,)):
-        ticks = [step * 10.0**decade for decade in decades for step in steps]
-        first = max(index for index, tick in enumerate(ticks) if tick <= low * (1 + 1e-9))
-        last = min(index for index, tick in enumerate(ticks) if tick >= high * (1 - 1e-9))
-        if last - first < _MAX_TICKS:
-            break
-    return ticks[first : last + 1]
+def _legend(figure: Figure, names: Sequence[str], handles: Sequence[Any]) -> None:
+    if len(names) > 1:
+        texts = [_wrapped(name, _NAME_WIDTH) for name in names]
+        figure.legend(handles, texts, loc="outside upper left", ncols=3, frameon=False, fontsize=_FONT_SIZE - 0.5)
+
+
+def _scale(axis: MatplotlibAxis, wanted: Axis, values: list[float]) -> None:
+    """A scale with plain numbers; on a log one at 1, 2 and 5 times powers of ten, or fewer or more as it is long."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, SymmetricalLogLocator
+
+    positive = [value for value in values if value > 0]
+    if wanted.log and positive:
+        set_scale = axis.axes.set_xscale if axis is axis.axes.xaxis else axis.axes.set_yscale
+        ratio = max(positive) / min(positive)
+        if min(values) <= 0:
+            set_scale("symlog", linthresh=min(positive))
+            axis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=min(positive)))
+        else:
+            set_scale("log")
+            by_log = LogLocator(subs=(1.0, 2.0, 5.0) if ratio < 300 else (1.0,))
+            axis.set_major_locator(MaxNLocator(6) if ratio < 5 else by_log)
+        axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(lambda value, _: _tick(value))
 
 
 def _tick(value: float) -> str:
@@ -297,3 +270,8 @@ def _svg(figure: Figure) -> str:
         warnings.filterwarnings("ignore", message="Glyph")
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     return out.getvalue()
+
+
+def _wrapped(text: str, width: int) -> str:
+    """The text in lines, taken literally: between two dollar signs matplotlib would read a formula."""
+    return textwrap.fill(" ".join(clean_line(text).split()), width).replace("$", r"\$")

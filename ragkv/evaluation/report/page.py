@@ -10,38 +10,20 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
+from markupsafe import Markup
+
 from ragkv.errors import ConfigError
-from ragkv.page import clean_line, render_page, write_page
-from ragkv.page import escape_line as _text
+from ragkv.page import clean_line, render, write_page
 
 Cell = str | int | float | bool | None
 
 _MISSING = "\N{EN DASH}"
-_MARK = ' class="mark"'
 _MAX_DECIMALS = 6
 _DROPPED_TAGS = {"metadata", "style", "script", "title"}
 _LOCAL_REFERENCE = re.compile(r"(?<=url\(#)[^)]+")
-
-_STYLE = """
-.lead { font-size: 1.1rem; }
-nav ul { padding-left: 1.2rem; }
-figure { margin: 1.25rem 0; }
-figcaption { color: var(--soft); font-size: 0.9rem; padding-top: 0.4rem; }
-.box { overflow-x: auto; margin: 1rem 0; }
-figure .box { margin: 0; background: #fff; border: 1px solid var(--line); border-radius: 0.4rem; padding: 0.5rem; }
-figure svg { display: block; width: 100%; min-width: 25rem; height: auto; }
-figure svg * { stroke-linejoin: round; stroke-linecap: butt; }
-.mark { background: var(--mark); }
-.mark th, .mark td { font-weight: 700; }
-.tag { border: 1px solid currentColor; border-radius: 1rem; padding: 0 0.5rem; font-size: 0.8rem; white-space: nowrap; }
-footer { margin-top: 3rem; border-top: 1px solid var(--line); font-size: 0.9rem; }
-dl { display: grid; grid-template-columns: minmax(6rem, auto) 1fr; gap: 0.25rem 1rem; }
-dt { color: var(--soft); }
-dd { margin: 0; }
-@media print { .box { overflow: visible; } }
-"""
 
 
 @dataclass(frozen=True)
@@ -108,24 +90,19 @@ def write_report(report: Report, path: str | Path) -> None:
 
 def render_report(report: Report) -> str:
     """The report as HTML text."""
-    names = [(f"section-{index}", section.heading) for index, section in enumerate(report.sections, 1)]
-    links = [*names, *([("settings", "Settings and environment")] if report.settings else [])]
-    contents = "\n".join(f'<li><a href="#{name}">{_text(heading)}</a></li>' for name, heading in links)
-    sections = "\n".join(_section(name, section) for (name, _), section in zip(names, report.sections, strict=True))
-    body = f"""<header>
-<h1>{_text(report.title)}</h1>
-<p class="lead">{_text(report.lead)}</p>
-</header>
-<nav aria-label="Contents">
-<ul>
-{contents}
-</ul>
-</nav>
-<main>
-{sections}
-</main>
-{_footer(report.settings)}"""
-    return render_page(title=report.title, style=_STYLE, body=body)
+    sections = [
+        (f"section-{number}", section.heading, [_block(block) for block in section.blocks])
+        for number, section in enumerate(report.sections, 1)
+    ]
+    settings = [(name, format_column([value])[0]) for name, value in report.settings.items()]
+    return render(
+        "report.html",
+        title=report.title,
+        lead=report.lead,
+        sections=sections,
+        settings=settings,
+        inline_svg=inline_svg,
+    )
 
 
 def format_column(values: Sequence[Cell]) -> list[str]:
@@ -157,57 +134,27 @@ def _cell(value: Cell, pattern: str) -> str:
     return format(value, pattern)
 
 
-def _is_number(value: Cell) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _section(name: str, section: Section) -> str:
-    blocks = "\n".join(_block(block, f"{name}-{index}") for index, block in enumerate(section.blocks, 1))
-    heading = f'<h2 id="{name}-heading">{_text(section.heading)}</h2>'
-    return f'<section id="{name}" aria-labelledby="{name}-heading">\n{heading}\n{blocks}\n</section>'
-
-
-def _block(block: str | Table | Picture, name: str) -> str:
-    if isinstance(block, Table):
-        return _table(block)
+def _block(block: str | Table | Picture) -> dict[str, Any]:
+    """A block as the template wants it."""
+    if isinstance(block, str):
+        return {"kind": "text", "text": block}
     if isinstance(block, Picture):
-        return _figure(block, name)
-    return f"<p>{_text(block)}</p>"
+        return {"kind": "picture", "picture": block}
+    columns = [[row[index] for row in block.rows] for index in range(len(block.columns))]
+    return {
+        "kind": "table",
+        "table": block,
+        "rows": list(zip(*map(format_column, columns), strict=True)),
+        "numeric": [_is_numeric(column) for column in columns],
+    }
 
 
-def _table(table: Table) -> str:
-    columns = [[row[index] for row in table.rows] for index in range(len(table.columns))]
-    texts = [format_column(column) for column in columns]
-    kinds = [_kind(column) for column in columns]
-    head = "".join(f'<th scope="col"{kind}>{_text(name)}</th>' for name, kind in zip(table.columns, kinds, strict=True))
-    body = []
-    for row in range(len(table.rows)):
-        marked = row == table.highlight
-        tag = f' <span class="tag">{_text(table.highlight_label)}</span>' if marked else ""
-        cells = [f"<td{kind}>{_text(text[row])}</td>" for text, kind in zip(texts[1:], kinds[1:], strict=True)]
-        first = f'<th scope="row"{kinds[0]}>{_text(texts[0][row])}{tag}</th>'
-        body.append(f"<tr{_MARK if marked else ''}>{first}{''.join(cells)}</tr>")
-    rows = "\n".join(body)
-    return (
-        f'<div class="box" role="region" aria-label="{_text(table.caption)}" tabindex="0">\n<table>\n'
-        f"<caption>{_text(table.caption)}</caption>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n"
-        "</table>\n</div>"
-    )
+def _is_numeric(column: Sequence[Cell]) -> bool:
+    numbers = [isinstance(value, int | float) and not isinstance(value, bool) for value in column]
+    return any(numbers) and all(value is None or number for value, number in zip(column, numbers, strict=True))
 
 
-def _kind(column: Sequence[Cell]) -> str:
-    numeric = any(_is_number(value) for value in column)
-    return ' class="n"' if numeric and all(value is None or _is_number(value) for value in column) else ""
-
-
-def _figure(picture: Picture, name: str) -> str:
-    return (
-        f'<figure>\n<div class="box" role="group" aria-label="{_text(picture.caption)}" tabindex="0">\n'
-        f"{_inline_svg(picture, name)}\n</div>\n<figcaption>{_text(picture.caption)}</figcaption>\n</figure>"
-    )
-
-
-def _inline_svg(picture: Picture, name: str) -> str:
+def inline_svg(picture: Picture, name: str) -> Markup:
     """The SVG as it may stand in HTML: no namespaces or prologue, ids unique in the page, and a description."""
     root = ElementTree.fromstring(picture.svg)
     for parent in list(root.iter()):
@@ -221,7 +168,7 @@ def _inline_svg(picture: Picture, name: str) -> str:
     for size in ("width", "height"):
         root.attrib.pop(size, None)
     root.attrib.update({"role": "img", "aria-label": clean_line(picture.description)})
-    return ElementTree.tostring(root, encoding="unicode", short_empty_elements=False).strip()
+    return Markup(ElementTree.tostring(root, encoding="unicode", short_empty_elements=False).strip())
 
 
 def _local(name: str) -> str:
@@ -234,12 +181,3 @@ def _renamed(key: str, value: str, name: str) -> str:
     if key == "href":
         return f"#{name}-{value.removeprefix('#')}"
     return _LOCAL_REFERENCE.sub(lambda match: f"{name}-{match[0]}", value)
-
-
-def _footer(settings: Mapping[str, Cell]) -> str:
-    if not settings:
-        return ""
-    items = "\n".join(
-        f"<dt>{_text(key)}</dt><dd>{_text(format_column([value])[0])}</dd>" for key, value in settings.items()
-    )
-    return f'<footer>\n<h2 id="settings">Settings and environment</h2>\n<dl>\n{items}\n</dl>\n</footer>\n'

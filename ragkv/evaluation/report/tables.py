@@ -3,104 +3,136 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ragkv.evaluation.report.figures import Axis, Series, draw_curves
 from ragkv.evaluation.report.page import Cell, Picture, Table
-from ragkv.evaluation.summary import Answers, GroupSummary, Speed, SubjectSummary
+from ragkv.evaluation.summary import GroupSummary, SubjectSummary
 
-_MIB = 2**20
-_SUM = "sum of the steps"
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Column:
+    """A heading and where its numbers are in a `SubjectSummary`, in units of `unit`; `missing` where there are none."""
+
+    heading: str
+    path: str
+    unit: float = 1
+    missing: Cell = None
+
+    def cell(self, subject: SubjectSummary) -> Cell:
+        value: Any = subject
+        for name in self.path.split("."):
+            value = value.get(name) if isinstance(value, dict) else getattr(value, name, None)
+        return self.missing if value is None else value if self.unit == 1 else value / self.unit
+
+
+def _score(name: str, scores: str = "answers.scores") -> list[Column]:
+    return [
+        Column(name, f"{scores}.{name}.mean.value"),
+        Column(f"{name} s.e.", f"{scores}.{name}.mean.standard_error"),
+        Column(f"{name} minus dense", f"{scores}.{name}.difference.value"),
+        Column("s.e. of that", f"{scores}.{name}.difference.standard_error"),
+        Column(f"fails by {name}", f"{scores}.{name}.fails"),
+    ]
+
+
+def _part(which: str, answers: str) -> list[Column]:
+    return [
+        Column(f"questions, {which}", f"{answers}.main_score.mean.n_items", missing=0),
+        Column(f"score, {which}", f"{answers}.main_score.mean.value"),
+        Column(f"minus dense, {which}", f"{answers}.main_score.difference.value"),
+        Column(f"s.e., {which}", f"{answers}.main_score.difference.standard_error"),
+        Column(f"KL, {which}", f"{answers}.kl.mean"),
+    ]
+
+
+def _times(name: str, speed: str) -> list[Column]:
+    quantiles = ("median", "p90", "p99")
+    seconds = [Column(f"{each}, s", f"{speed}.seconds.{each}") for each in quantiles]
+    seconds[0] = Column(f"{name} median, s", f"{speed}.seconds.median")
+    return [*seconds, *(Column(f"{each} x dense", f"{speed}.{each}_over_dense") for each in quantiles)]
+
+
+_FIDELITY = [
+    Column("KL, nats", "answers.kl.mean"),
+    Column("s.e.", "answers.kl.standard_error"),
+    *(Column(name, f"answers.kl.{name}") for name in ("median", "p90", "p99")),
+    Column("top-1", "answers.kl.top1"),
+    Column("top-1 s.e.", "answers.kl.top1_standard_error"),
+    Column("positions", "answers.kl.n_positions"),
+]
+_BYTES = [
+    Column("read per token, MiB", "bytes.read", MIB),
+    Column("x dense", "bytes.read_over_dense"),
+    Column("resident, MiB", "bytes.resident", MIB),
+    Column("x dense", "bytes.resident_over_dense"),
+    Column("disk, MiB", "bytes.disk", MIB),
+    Column("x dense", "bytes.disk_over_dense"),
+]
+_PERPLEXITY = [
+    Column("perplexity", "perplexity.value"),
+    Column("x dense", "perplexity.ratio"),
+    Column("nats over dense", "perplexity.difference.value"),
+    Column("s.e.", "perplexity.difference.standard_error"),
+    Column("tail", "perplexity.tail"),
+    Column("tail x dense", "perplexity.tail_ratio"),
+    Column("tail nats over dense", "perplexity.tail_difference.value"),
+    Column("tail s.e.", "perplexity.tail_difference.standard_error"),
+]
 
 
 def score_table(group: GroupSummary, main: str) -> Table:
-    names = list(_answers(group.subjects[0]).scores)
-    columns = ["subject"]
-    for name in names:
-        columns += [name, f"{name} s.e.", f"{name} minus dense", "s.e. of that", f"fails by {name}"]
-    rows: list[list[Cell]] = []
-    for subject in group.subjects:
-        answers = _answers(subject)
-        row: list[Cell] = [subject.subject]
-        for name in names:
-            score = answers.scores[name]
-            row += [score.mean.value, score.mean.standard_error, score.difference.value]
-            row += [score.difference.standard_error, score.fails]
-        rows.append([*row, answers.same_answer.value])
-    return _table(f"{group.group}: scores", [*columns, "same text as dense"], rows, main)
+    answers = group.subjects[0].answers
+    columns = [column for name in (answers.scores if answers else ()) for column in _score(name)]
+    same = Column("same text as dense", "answers.same_answer.value")
+    return _table(f"{group.group}: scores", [*columns, same], group.subjects, main)
 
 
 def fidelity_table(group: GroupSummary, main: str) -> Table:
-    columns = ["subject", "KL, nats", "s.e.", "median", "p90", "p99", "top-1", "top-1 s.e.", "positions"]
-    rows: list[list[Cell]] = []
-    for subject in group.subjects:
-        kl = _answers(subject).kl
-        row: list[Cell] = [subject.subject, kl.mean, kl.standard_error, kl.median, kl.p90, kl.p99]
-        rows.append([*row, kl.top1, kl.top1_standard_error, kl.n_positions])
-    return _table(f"{group.group}: fidelity to dense", columns, rows, main)
+    return _table(f"{group.group}: fidelity to dense", _FIDELITY, group.subjects, main)
 
 
 def look_back_table(group: GroupSummary, main: str) -> Table | None:
     """Questions that look back beside the others; None where the suite does not say."""
-    columns = ["subject"]
-    for which in ("back", "near"):
-        columns += [f"questions, {which}", f"score, {which}", f"minus dense, {which}", f"s.e., {which}", f"KL, {which}"]
-    rows: list[list[Cell]] = []
-    for subject in group.subjects:
-        if subject.looking_back is None and subject.near is None:
-            return None
-        rows.append([subject.subject, *_slice(subject.looking_back), *_slice(subject.near)])
-    return _table(f"{group.group}: questions that look back, and the others", columns, rows, main)
+    if any(subject.looking_back is None and subject.near is None for subject in group.subjects):
+        return None
+    columns = [*_part("back", "looking_back"), *_part("near", "near")]
+    return _table(f"{group.group}: questions that look back, and the others", columns, group.subjects, main)
 
 
 def byte_table(group: GroupSummary, main: str) -> Table:
-    columns = ["subject", "read per token, MiB", "x dense", "resident, MiB", "x dense", "disk, MiB", "x dense"]
-    rows: list[list[Cell]] = []
-    for subject in group.subjects:
-        sizes = subject.bytes
-        read = None if sizes.read is None else sizes.read / _MIB
-        row: list[Cell] = [subject.subject, read, sizes.read_over_dense, sizes.resident / _MIB]
-        rows.append([*row, sizes.resident_over_dense, sizes.disk / _MIB, sizes.disk_over_dense])
-    return _table(f"{group.group}: bytes", columns, rows, main)
+    return _table(f"{group.group}: bytes", _BYTES, group.subjects, main)
 
 
 def time_table(group: GroupSummary, main: str) -> Table:
-    columns = ["subject"]
-    for name in ("TTFT", "TPOT"):
-        columns += [f"{name} median, s", "p90, s", "p99, s", "median x dense", "p90 x dense", "p99 x dense"]
-    rows: list[list[Cell]] = [
-        [subject.subject, *_speed(subject.ttft), *_speed(subject.tpot), subject.tokens_per_second]
-        for subject in group.subjects
-        if subject.ttft is not None
-    ]
-    return _table(f"{group.group}: times", [*columns, "tokens per second"], rows, main)
+    columns = [*_times("TTFT", "ttft"), *_times("TPOT", "tpot"), Column("tokens per second", "tokens_per_second")]
+    return _table(f"{group.group}: times", columns, [each for each in group.subjects if each.ttft], main)
+
+
+def perplexity_table(group: GroupSummary, main: str) -> Table:
+    caption = f"Perplexity, {group.group} documents of up to {group.most_tokens:,} tokens"
+    return _table(caption, _PERPLEXITY, [each for each in group.subjects if each.perplexity], main)
 
 
 def step_table(group: GroupSummary, both: str, steps: Sequence[str]) -> Table:
     """Each step alone, their sum, and both together."""
-    chosen = {subject.subject: subject for subject in group.subjects if subject.subject in (both, *steps)}
-    alone = [_step_row(name, _answers(chosen[name])) for name in steps]
-    total: list[Cell] = [_SUM, *(sum(_number(row[index]) for row in alone) for index in (1, 3)), None]
-    total.insert(2, None)
-    rows = [*alone, total, _step_row(f"{both}, both", _answers(chosen[both]))]
-    name = list(_answers(chosen[both]).scores)[-1]
-    columns = ["step", "KL, nats", "s.e.", f"{name} minus dense", "s.e. of that"]
-    return _table(f"{group.group}: error of each step", columns, rows, f"{both}, both")
-
-
-def perplexity_table(group: GroupSummary, main: str) -> Table:
-    columns = ["subject", "perplexity", "x dense", "nats over dense", "s.e.", "tail", "tail x dense"]
-    columns += ["tail nats over dense", "tail s.e."]
-    rows: list[list[Cell]] = []
-    for subject in group.subjects:
-        found = subject.perplexity
-        if found is None:
-            continue
-        row: list[Cell] = [subject.subject, found.value, found.ratio]
-        row += [found.difference.value, found.difference.standard_error, found.tail, found.tail_ratio]
-        rows.append([*row, found.tail_difference.value, found.tail_difference.standard_error])
-    caption = f"Perplexity, {group.group} documents of up to {group.most_tokens:,} tokens"
-    return _table(caption, columns, rows, main)
+    chosen = {subject.subject: subject for subject in group.subjects}
+    name = next(iter(reversed(answers.scores)), "") if (answers := chosen[both].answers) else ""
+    columns = [
+        Column("KL, nats", "answers.kl.mean"),
+        Column("s.e.", "answers.kl.standard_error"),
+        Column(f"{name} minus dense", "answers.main_score.difference.value"),
+        Column("s.e. of that", "answers.main_score.difference.standard_error"),
+    ]
+    rows = [[each, *(column.cell(chosen[each]) for column in columns)] for each in (*steps, both)]
+    total = [sum(value for row in rows[:-1] if isinstance(value := row[index], int | float)) for index in (1, 3)]
+    rows.insert(-1, ["sum of the steps", total[0], None, total[1], None])
+    rows[-1][0] = f"{both}, both"
+    headings = ["step", *(column.heading for column in columns)]
+    return Table(f"{group.group}: error of each step", headings, rows, len(rows) - 1, "archive")
 
 
 def layer_blocks(layers: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str | Table | Picture]:
@@ -115,59 +147,26 @@ def layer_blocks(layers: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str 
     for name, rows in layers.items():
         cells = [[str(row["layer"]), *(row[one] for one in fields)] for row in rows]
         blocks.append(Table(f"{name}: layer by layer", columns, cells))
-        picture = _layer_figure(name, rows)
-        if picture is not None:
-            blocks.append(picture)
+        known = [row for row in rows if row["output_error"] is not None]
+        if known:
+            blocks.append(_layer_figure(name, known))
     return blocks
 
 
-def _layer_figure(name: str, rows: Sequence[Mapping[str, Any]]) -> Picture | None:
-    known = [row for row in rows if row["output_error"] is not None]
-    if not known:
-        return None
-    x = [float(row["layer"]) for row in known]
+def _layer_figure(name: str, rows: Sequence[Mapping[str, Any]]) -> Picture:
+    x = [float(row["layer"]) for row in rows]
     series = [
-        Series(name=label, x=x, y=[float(row[one]) for row in known])
+        Series(name=label, x=x, y=[float(row[one]) for row in rows])
         for one, label in (("output_error", "both"), ("codes_error", "codes"), ("clusters_error", "clusters"))
     ]
     caption = f"{name}: relative squared error of the attention output in each layer"
-    worst = max(known, key=lambda row: float(row["output_error"]))
+    worst = max(rows, key=lambda row: float(row["output_error"]))
     words = f"{caption}. The largest is {worst['output_error']:.3g} in layer {worst['layer']}."
     svg = draw_curves(series, x=Axis("layer"), y=Axis("relative squared error", log=True))
     return Picture(svg=svg, caption=caption, description=words)
 
 
-def _slice(answers: Answers | None) -> list[Cell]:
-    if answers is None:
-        return [0, None, None, None, None]
-    score = list(answers.scores.values())[-1]
-    values: list[Cell] = [score.mean.n_items, score.mean.value, score.difference.value]
-    return [*values, score.difference.standard_error, answers.kl.mean]
-
-
-def _speed(speed: Speed | None) -> list[Cell]:
-    if speed is None:
-        return [None] * 6
-    seconds = speed.seconds
-    ratios = [speed.median_over_dense, speed.p90_over_dense, speed.p99_over_dense]
-    return [seconds.median, seconds.p90, seconds.p99, *ratios]
-
-
-def _step_row(name: str, answers: Answers) -> list[Cell]:
-    off = list(answers.scores.values())[-1].difference
-    return [name, answers.kl.mean, answers.kl.standard_error, off.value, off.standard_error]
-
-
-def _number(value: Cell) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
-
-
-def _answers(subject: SubjectSummary) -> Answers:
-    if subject.answers is None:
-        raise ValueError(f"subject {subject.subject!r} answered nothing")
-    return subject.answers
-
-
-def _table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], main: str) -> Table:
+def _table(caption: str, columns: Sequence[Column], subjects: Sequence[SubjectSummary], main: str) -> Table:
+    rows = [[subject.subject, *(column.cell(subject) for column in columns)] for subject in subjects]
     marked = next((index for index, row in enumerate(rows) if row[0] == main), None)
-    return Table(caption, columns, rows, highlight=marked, highlight_label="archive")
+    return Table(caption, ["subject", *(column.heading for column in columns)], rows, marked, "archive")

@@ -36,8 +36,9 @@ from ragkv.evaluation.calibrate.rule import (
 )
 from ragkv.evaluation.compare import Outcome
 from ragkv.evaluation.results import ResultsFolder
-from ragkv.evaluation.run import Measured, Progress, Task, run
+from ragkv.evaluation.run import Measured, Task, run
 from ragkv.evaluation.subjects import DENSE, SubjectSpec
+from ragkv.evaluation.timing import Progress
 from ragkv.model.load import LoadedModel
 from ragkv.model.prompt import PromptLayout
 from ragkv.model.shape import model_shape
