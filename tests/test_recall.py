@@ -14,14 +14,13 @@ import torch
 import ragkv.recall.attention
 import ragkv.recall.cache
 from ragkv import Archive, ArchiveCache, LoadedModel, PromptLayout, Recipe, attach, build_archive
-from ragkv.archive.rows import read_rows
 from ragkv.model.attention import AttentionCall
 from ragkv.recall.attention import BlockRecall, choose_clusters, gather_rows, recall_attention
-from ragkv.recall.layers import RecallTables
+from ragkv.recall.layers import ClusterTable
 from ragkv.recall.placed import PlacedLayer
 from ragkv.recipe import Limit, RecallPolicy
 from tests.archives import CODED, DOCUMENT, EVERYTHING, QUESTIONS, SMALL, archive_of
-from tests.decoding import Vector, decoded
+from tests.decoding import Vector, decoded, of_layer, raw_bytes, scale_of
 from tests.tiny import tiny_model, tiny_tokenizer
 
 
@@ -65,18 +64,17 @@ class Reference:
         self.exact, self.clusters = stored.exact, stored.clusters
         self.axes = stored.axes
         self.variances = [reach**2 for reach in stored.reach]
-        self.estimate(stored.centroids, stored.variance, stored.spread)
+        self.estimate(stored.centroids, stored.means, stored.variance, stored.spread)
 
-    def estimate(self, centroids: list[Vector], variance: list[Vector], spread: list[Vector]) -> None:
-        self.centroids = centroids
-        self.means = [np.stack([values.mean(0) for _, values in clusters]) for clusters in self.clusters]
-        informed = any(of_head.any() for of_head in spread)
+    def estimate(
+        self, centroids: list[Vector], means: list[Vector], variance: list[Vector], spread: list[Vector]
+    ) -> None:
+        self.centroids, self.means = centroids, means
         self.log_sizes, self.priority = [], []
         for head, clusters in enumerate(self.clusters):
             correction = np.minimum(variance[head] / 2, 0.5)
-            worth = np.sqrt(spread[head]) * np.exp(-correction)
             self.log_sizes.append(np.log([len(keys) for keys, _ in clusters]) + correction)
-            self.priority.append(worth if informed else np.ones_like(worth))
+            self.priority.append(spread[head] * np.exp(-correction))
 
     def attend(self, call: AttentionCall, limit: Limit) -> Vector:
         """(batch, n_query_heads, every third row and the last, value_dim)."""
@@ -213,11 +211,12 @@ def test_everything_recalled_is_softmax_attention_over_all_tokens(
             tokens = [(keys[i : i + 1], values[i : i + 1]) for keys, values in clusters for i in range(len(keys))]
             reference.clusters[head] = tokens  # one token each: nothing is estimated, whatever the budget
         keys_of = [np.concatenate([keys for keys, _ in clusters]) for clusters in reference.clusters]
+        values_of = [np.concatenate([values for _, values in clusters]) for clusters in reference.clusters]
         none = [np.zeros(len(keys)) for keys in keys_of]
         reference.variances = [
             np.zeros((len(keys), len(axes))) for keys, axes in zip(keys_of, reference.axes, strict=True)
         ]
-        reference.estimate(keys_of, none, none)
+        reference.estimate(keys_of, values_of, none, none)
         expected = torch.from_numpy(reference.attend(done.call, Limit(tokens=1)))
         found = done.output[:, :, some_rows(done.output.shape[2])]
         torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-5)
@@ -264,47 +263,6 @@ def test_rows_of_different_width_never_give_nan(
             assert torch.isfinite(done.output).all()
 
 
-def test_the_estimate_of_a_cluster_less_its_correction_never_exceeds_its_true_mass(tmp_path: Path) -> None:
-    """By the convexity of exp, but for the rounding of the centroid to one byte per number."""
-    archive = archive_of(tmp_path / "archive", document=DOCUMENT[:1100])
-    draw = np.random.default_rng(0)
-    for layer in archive.layers:
-        held, log_sizes = layer.keys.double().numpy(), table_of(archive, layer.index).sizes.double().log().numpy()
-        queries = draw.normal(scale=3.0, size=(20, held.shape[-1]))
-        for head, clusters in enumerate(decoded(archive, layer.index).clusters):
-            for label, (keys, _) in enumerate(clusters):
-                rounding = np.abs(queries) @ np.abs(held[head, label] - keys.mean(0))
-                estimated = queries @ held[head, label] + log_sizes[head, label]
-                true = np.logaddexp.reduce(queries @ keys.T, axis=1)
-                assert (estimated <= true + rounding + 1e-5).all()
-
-
-def test_a_centroid_is_the_mean_of_its_keys_to_half_a_step_of_its_dimension(tmp_path: Path) -> None:
-    archive = archive_of(tmp_path / "archive", document=DOCUMENT[:1100])
-    for layer in archive.layers:
-        clusters = decoded(archive, layer.index).clusters
-        means = [np.stack([keys.mean(0) for keys, _ in of_head]) for of_head in clusters]
-        shifted = np.concatenate(
-            [
-                own - np.concatenate([keys for keys, _ in of_head]).mean(0)
-                for own, of_head in zip(means, clusters, strict=True)
-            ]
-        )
-        half = np.ptp(shifted, axis=0) / 255 / 2
-        for head, expected in enumerate(means):
-            found = layer.keys[head, : len(expected)].double().numpy()
-            assert (np.abs(found - expected) <= half * 1.01 + 1e-5).all()
-
-
-def test_mean_values_are_those_of_the_values_as_they_are_stored(archive: Archive) -> None:
-    for layer in archive.layers:
-        if layer.recall is not None:
-            for head, clusters in enumerate(decoded(archive, layer.index).clusters):
-                expected = np.stack([values.mean(0) for _, values in clusters])
-                found = layer.values[head, : len(expected)].double().numpy()
-                assert np.abs(found - expected).max() < 1e-4
-
-
 # Choosing clusters
 
 
@@ -341,8 +299,8 @@ def test_clusters_that_a_head_does_not_have_are_no_candidates(budget: int) -> No
 # Fetching rows
 
 
-def table_of(archive: Archive, index: int) -> RecallTables:
-    table = archive.layers[index].recall
+def table_of(archive: Archive, index: int) -> ClusterTable:
+    table = archive.layers[index].clusters
     assert table is not None
     return table
 
@@ -353,7 +311,12 @@ def test_gathered_rows_are_the_stored_rows_of_the_chosen_clusters_bit_for_bit(
     dtype: torch.dtype, recipe: str, tmp_path: Path
 ) -> None:
     archive = uneven_archive(tmp_path / "archive", dtype, base=RECIPES[recipe])
-    table, rows = table_of(archive, 1), read_rows(archive.path / archive.manifest.layers[1].rows_file)
+    table = table_of(archive, 1)
+    stored = {
+        (row["kv_head"], row["cluster"]): torch.frombuffer(bytearray(row["key_value"]), dtype=torch.uint8)
+        for row in pq.read_table(archive.path / "rows.parquet").to_pylist()
+        if row["layer"] == 1
+    }
     mass = torch.rand(2, 4, table.n_clusters, generator=torch.Generator().manual_seed(0))
     choice = choose_clusters(mass.masked_fill(table.sizes.unsqueeze(1) == 0, 0), table.sizes, Limit(tokens=25))
     found = gather_rows(table, choice)
@@ -361,23 +324,22 @@ def test_gathered_rows_are_the_stored_rows_of_the_chosen_clusters_bit_for_bit(
     for head in range(2):
         for row in range(4):
             kept = [c for c in choice.hit_ids()[head, row].tolist() if c >= 0]
-            expected = torch.cat([rows.payload[(rows.kv_head == head) & (rows.cluster == c)] for c in kept])
+            expected = torch.cat([stored[head, c] for c in kept]).view(-1, table.row_bytes)
             assert int(found.real[head, row].sum()) == len(expected) >= 25
             assert torch.equal(found.rows[head, row, : len(expected)], expected)
-            sizes = table.sizes[head, kept]
+            sizes = table.sizes[head, kept].long()
             owners = torch.tensor(kept).repeat_interleave(sizes)
             assert torch.equal(found.cluster[head, row, : len(expected)], owners)
 
 
 def test_the_bias_is_the_logarithm_of_the_size_and_a_limited_correction(uneven: Archive) -> None:
-    layer, table = uneven.layers[0], table_of(uneven, 0)
-    stored = pq.read_table(uneven.path / uneven.manifest.layers[0].prototypes_file)
-    heads, sizes, variance = (stored[name].to_numpy() for name in ("kv_head", "size", "logit_variance"))
-    assert layer.bias is not None
+    table, stored = table_of(uneven, 0), of_layer(pq.read_table(uneven.path / "prototypes.parquet"), 0)
+    heads, sizes = (stored[name].to_numpy() for name in ("kv_head", "size"))
+    variance = scale_of(raw_bytes(stored["spreads"])[:, 0]) ** 2
+    bias = table.bias()
     assert variance.max() > 1, "the limit must matter here"
     for head in range(2):
         expected = np.log(sizes[heads == head]) + np.minimum(variance[heads == head] / 2, 0.5)
-        found = layer.bias[head, : table.n_clusters]
+        found = bias[head]
         assert found[: len(expected)].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
         assert bool((found[len(expected) :] == -torch.inf).all())
-    assert not layer.bias[:, table.n_clusters :].any()
