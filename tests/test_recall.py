@@ -240,7 +240,7 @@ def test_everything_recalled_is_softmax_attention_over_all_tokens(
         reference.variances = [
             np.zeros((len(keys), len(axes))) for keys, axes in zip(keys_of, reference.axes, strict=True)
         ]
-        reference.estimate(keys_of, values_of, none, none)
+        reference.estimate(keys_of, values_of, none, [np.ones(len(keys)) for keys in keys_of])
         expected = torch.from_numpy(reference.attend(done, Limit(tokens=1)))
         found = done.output[:, :, some_rows(done.output.shape[2])]
         torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-5)
