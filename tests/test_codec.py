@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragkv.archive.codec import Basis, Widths, allocate, coefficients, decode, encode, fit_basis, pack, unpack
+from ragkv.archive.codec import Basis, Widths, allocate, decode, encode, fit_basis, pack, read_scaled, unpack
 from ragkv.build.cluster import query_metric
 from ragkv.recipe import CODEC_BITS, CODECS
 
@@ -95,7 +95,7 @@ def test_the_first_of_several_levels_takes_the_low_bits() -> None:
 def test_a_coded_token_by_hand() -> None:
     basis = Basis(widths=Widths(1, 2, 4), rows=torch.eye(7).unsqueeze(0) * 10, mean=torch.zeros(1, 7))
     raw = torch.tensor([[[136, 200, 195, 57], [120, 0, 0, 0], [0, 200, 195, 57]]], dtype=torch.uint8)
-    numbers, scale = coefficients(raw, basis)
+    numbers, scale = read_scaled(raw, basis)
     assert numbers[0, 0].tolist() == [72.5, -4.5, 4.5, -0.5, 0.5, 1.5, -1.5]
     assert scale.tolist() == [[2.0, 0.5, 0.0]]  # an eighth of an octave for each step from 128; 0 is zero
     assert decode(raw, basis)[0, 0].tolist() == [1450.0, -90.0, 90.0, -10.0, 10.0, 30.0, -30.0]
@@ -209,7 +209,7 @@ def test_no_token_loses_more_than_under_the_scale_that_clips_nothing(seed: int, 
     points = points**3 if heavy else points
     basis = fit_basis(points, n_bits, metric=metric)
     wanted, weight = analysed(points, basis, metric)
-    numbers, scale = coefficients(encode(points, basis, metric=metric), basis)
+    numbers, scale = read_scaled(encode(points, basis, metric=metric), basis)
     found = numbers.double() * scale.double().unsqueeze(-1)
     error = ((found - wanted).square() * weight).sum(-1)
     least = ((unclipped(wanted, basis.widths)[0] - wanted).square() * weight).sum(-1)
@@ -222,8 +222,8 @@ def test_coding_what_was_decoded_moves_no_token_by_more_than_half_a_step(seed: i
     points = correlated(2, 80, 16, seed)
     basis = fit_basis(points, n_bits)
     once = encode(points, basis)
-    numbers, scale = coefficients(once, basis)
-    again, other = coefficients(encode(decode(once, basis), basis), basis)
+    numbers, scale = read_scaled(once, basis)
+    again, other = read_scaled(encode(decode(once, basis), basis), basis)
     weight = basis.rows.double().square().sum(-1).unsqueeze(1)
     moved = (again * other.unsqueeze(-1) - numbers * scale.unsqueeze(-1)).double().square().mul(weight).sum(-1)
     assert bool((moved <= (scale.double() / 2).square() * weight.sum(-1) * 1.001).all())
