@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from transformers import DynamicCache
@@ -101,8 +102,8 @@ class BuildRequest:
 class BuildResult:
     """What a build did. Times in seconds: ``prefill_s``, and ``build_s`` for clustering, encoding and writing.
 
-    ``misfit`` is the distortion of the codes as a multiple of what transforms of the document's own would leave, over
-    the layer that fits worst; 1 or about 1 where it has its own.
+    ``misfit`` is the distortion of the codes as a multiple of what transforms of the document's own would leave, mean of
+    the layers; about 1 where it has its own.
     """
 
     path: Path
@@ -214,7 +215,7 @@ def write_archive(
                 (folder / TRANSFORMS_FILE).write_bytes(raw)
                 named = hashlib.sha256(raw).hexdigest()
         manifest = publish.seal(folder, _manifest(request, captured, span, tuple(entries), asked, named))
-    misfit = max((each.misfit for each in coded.values()), default=1.0)
+    misfit = fmean(each.misfit for each in coded.values()) if coded else 1.0
     if transforms is not None and misfit > MISFIT:
         log.warning(
             "%s fits the transforms of its catalog badly: its codes lose %.1f times what transforms of its own would; "
