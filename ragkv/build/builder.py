@@ -104,7 +104,7 @@ class BuildRequest:
 class BuildResult:
     """What a build did. Times in seconds: ``prefill_s``, and ``build_s`` for clustering, encoding and writing.
 
-    ``misfit`` is the distortion of the codes as a multiple of what transforms of the document's own would leave, mean of
+    ``misfit`` is the distortion of the codes as a multiple of what transforms of its own would leave, mean of
     the layers; about 1 where it has its own.
     """
 
