@@ -75,8 +75,7 @@ class CatalogFolder:
         self._documents = path / "documents"
         self._removed = path / "removed"
         self._names_of = path / "names"
-        # Archives never change, so each is read once.
-        self._seen: dict[str, tuple[Stamp | None, CatalogEntry | None]] = {}
+        self._seen: dict[str, tuple[Stamp | None, CatalogEntry | None]] = {}  # read once: archives never change
 
     def document(self, document_id: str) -> Path:
         """Where the archive of a document is or will be.
