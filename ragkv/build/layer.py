@@ -27,7 +27,9 @@ from ragkv.model.prefill import CapturedLayer
 from ragkv.model.prompt import PromptTokens
 from ragkv.recipe import CODEC_BITS, Recipe
 
-_FIT_STEP = 8  # every eighth token is enough to tell how well transforms fit
+_FIT_TOKENS = 1024
+"""Tokens, spread over the document, that tell how well transforms fit: fewer would fit transforms of their own too well
+for any others to compare."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +234,8 @@ def _misfit(residuals: torch.Tensor, coded: torch.Tensor, basis: Basis | None, m
     """Squared error of codes as a multiple of what a basis of their own would leave; 1 where nothing is coded."""
     if basis is None:
         return 1.0
-    sample, raw = residuals[:, ::_FIT_STEP], coded[:, ::_FIT_STEP]
+    step = max(1, residuals.shape[1] // _FIT_TOKENS)
+    sample, raw = residuals[:, ::step], coded[:, ::step]
     off = sample - decode(raw, basis)
     found = float((off if metric is None else off @ metric).square().sum()) / sample.shape[1]
     variance, _, _ = principal_axes(sample, metric)
