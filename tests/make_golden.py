@@ -64,16 +64,10 @@ def load_golden_model(dtype: torch.dtype = torch.float32) -> LoadedModel:
 
 
 @torch.no_grad()
-def all_logits(archive: Archive, budget: int) -> torch.Tensor:
-    """The logits (vocab,) of the token that follows the question."""
-    inputs, cache = archive.questions([QUESTION]), ArchiveCache(archive, budget=budget)
-    logits: torch.Tensor = archive.model.model(**inputs, cache=cache).logits
-    return logits[0, -1]
-
-
 def first_logits(archive: Archive, budget: int) -> list[float]:
-    """The first few of them."""
-    logits: list[float] = all_logits(archive, budget)[:N_LOGITS].tolist()
+    """The first few logits of the token that follows the question."""
+    inputs, cache = archive.questions([QUESTION]), ArchiveCache(archive, budget=budget)
+    logits: list[float] = archive.model.model(**inputs, cache=cache).logits[0, -1, :N_LOGITS].tolist()
     return logits
 
 
