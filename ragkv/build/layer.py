@@ -27,7 +27,9 @@ from ragkv.model.prefill import CapturedLayer
 from ragkv.model.prompt import PromptTokens
 from ragkv.recipe import CODEC_BITS, Recipe
 
-_FIT_TOKENS = 2048  # enough to tell how well transforms fit
+_FIT_TOKENS = 2048
+"""Tokens, spread over the document, that tell how well transforms fit: fewer would fit transforms of their own too well
+for any others to compare."""
 
 
 @dataclass(frozen=True)

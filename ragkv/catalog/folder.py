@@ -75,9 +75,7 @@ class CatalogFolder:
         self._documents = path / "documents"
         self._removed = path / "removed"
         self._names_of = path / "names"
-        self._seen: dict[
-            str, tuple[Stamp | None, CatalogEntry | None]
-        ] = {}  # archives never change, so each is read once
+        self._seen: dict[str, tuple[Stamp | None, CatalogEntry | None]] = {}  # read once: archives never change
 
     def document(self, document_id: str) -> Path:
         """Where the archive of a document is or will be.
@@ -138,9 +136,12 @@ class CatalogFolder:
 
     def names(self, document_id: str) -> tuple[str, ...]:
         """All names that a document was given, if it has more than that in its manifest, or another."""
-        folder = self._names_of / self.document(document_id).name
-        with system_errors(f"names of the document {document_id[:12]}..."):
-            texts = [read_bounded(folder / name, _LONGEST_NAME).decode("utf-8") for name in _names(folder)]
+        folder, texts = self._names_of / self.document(document_id).name, []
+        for file in filter(
+            is_document_id, _names(folder)
+        ):  # others are being written, and one may be taken away by now
+            with suppress(ArchiveNotFoundError), system_errors(f"a name of the document {document_id[:12]}..."):
+                texts.append(read_bounded(folder / file, _LONGEST_NAME).decode("utf-8"))
         return tuple(sorted(texts))
 
     def named(self, entry: CatalogEntry) -> CatalogEntry:
@@ -148,7 +149,16 @@ class CatalogFolder:
         return self._entry(entry.id) or entry
 
     def add_name(self, document_id: str, name: str) -> None:
-        """Keep that a document is called `name`, too."""
+        """Keep that a document is called `name`, too; what UTF-8 cannot hold is replaced, as in a manifest.
+
+        Raises
+        ------
+        ConfigError
+            If the name is longer than any that is read.
+        """
+        name = name.encode("utf-8", "replace").decode()
+        if len(name.encode()) > _LONGEST_NAME:
+            raise ConfigError(f"the name {name[:20]!r}... is too long; give at most {_LONGEST_NAME} bytes")
         entry = self._entry(document_id)
         if entry is None or name in entry.names or not name:
             return
