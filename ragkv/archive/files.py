@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,13 +14,15 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from ragkv.errors import ArchiveCorruptError, ArchiveNotFoundError, ArchiveReadError, RagkvError
+from ragkv.errors import ArchiveCorruptError, ArchiveNotFoundError, ArchiveReadError, ConfigError, RagkvError
 
 ABSENT = (errno.ENOENT, errno.ENOTDIR)
 """What the system says of a file that is not there. Anything else says nothing about whether it is."""
 
 Stamp = tuple[int, int, int]
 """Which file stands in a place: inode, time of change in ns and length."""
+
+_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/+")
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,25 @@ class FileEntry:
 
     bytes: int
     sha256: str
+
+
+def local_path(path: str | Path) -> Path:
+    """`path` as a path of this machine.
+
+    Raises
+    ------
+    ConfigError
+        If it is a URL, which would otherwise become a local folder called ``s3:`` or the like. One slash is enough for
+        one, because a `Path` has made one of two.
+    """
+    url = _URL.match(str(path))
+    if url is not None:
+        given = f"{url['scheme']}://{str(path)[url.end() :]}"
+        raise ConfigError(
+            f"URLs are not supported yet, and {given!r} is one; give a path on this machine (an absolute one, if a "
+            f"folder of it is called '{url['scheme']}:')"
+        )
+    return Path(path)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ragkv.archive.centroids import CENTROIDS_FILE
-from ragkv.archive.files import FileEntry, read_bounded, read_checked, stamp_of, system_errors
+from ragkv.archive.files import FileEntry, local_path, read_bounded, read_checked, stamp_of, system_errors
 from ragkv.archive.manifest import MANIFEST_FILE, LayerEntry, Manifest, read_manifest
 from ragkv.archive.parquet import integers
 from ragkv.archive.payload import decode_exact, exact_bytes
@@ -78,7 +78,7 @@ def read_snapshot(
     ArchiveNotFoundError, ArchiveFormatError, ArchiveCorruptError, ArchiveReadError
         If there is none, of another version, damaged, or cannot be read now.
     """
-    path = Path(path)
+    path = local_path(path)
     for attempt in range(_ATTEMPTS + 1):
         with publishing_in(path.resolve().parent) if attempt == _ATTEMPTS else nullcontext():
             stamp = _stamp(path)

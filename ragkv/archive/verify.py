@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ragkv.archive.files import system_errors
+from ragkv.archive.files import local_path, system_errors
 from ragkv.archive.manifest import MANIFEST_FILE, LayerEntry, Manifest
 from ragkv.archive.parquet import integers
 from ragkv.archive.payload import Payload, from_bits
@@ -42,7 +42,7 @@ def verify_archive(path: str | Path, *, transforms: Callable[[str], Transforms] 
     ArchiveReadError
         If the system did not let it be read just now.
     """
-    folder = Path(path)
+    folder = local_path(path)
     try:
         snapshot = read_snapshot(folder, transforms=transforms)
     except ArchiveNotFoundError as error:

@@ -14,6 +14,7 @@ import torch
 from transformers import DynamicCache
 
 from ragkv.archive import publish
+from ragkv.archive.files import local_path
 from ragkv.archive.manifest import LayerEntry, Manifest, read_manifest
 from ragkv.archive.prototypes import write_prototypes
 from ragkv.archive.rows import ROWS_FILE, RowsWriter
@@ -142,14 +143,15 @@ def build_archive(
     Raises
     ------
     ConfigError
-        If the document is empty or longer than the model's context.
+        If the document is empty or longer than the model's context, or `path` is a URL.
     UnsupportedModelError
         If this model's cache cannot be archived exactly.
     NonFiniteError
         If the model computed a NaN or infinite key or value.
     """
+    path = local_path(path)
     request = BuildRequest.of(model, document, recipe=recipe, layout=layout, document_name=document_name)
-    publish.check_place(Path(path).resolve())
+    publish.check_place(path.resolve())
     started = time.perf_counter()
     cache = request.prefill(stage(on_progress, "prefill"))
     prefill_s = time.perf_counter() - started

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragkv.archive.files import read_bounded, stamp_of, system_errors
+from ragkv.archive.files import local_path, read_bounded, stamp_of, system_errors
 from ragkv.archive.manifest import FORMAT_VERSION, MANIFEST_FILE, checked_fingerprint, checked_layout
 from ragkv.archive.publish import LOCK_FILE, publishing_in, write_whole
 from ragkv.archive.sealed import LONGEST, sealed_text, text, unsealed
@@ -114,7 +114,7 @@ def read_head(folder: str | Path) -> CatalogHead:
     ArchiveFormatError, ArchiveCorruptError
         If its head is of another version, or was altered.
     """
-    folder = Path(folder)
+    folder = local_path(folder)
     try:
         with system_errors(f"{str(folder)!r}: {CATALOG_FILE}"):
             return CatalogHead.from_json(read_bounded(folder / CATALOG_FILE, LONGEST).decode("utf-8"))
@@ -135,7 +135,7 @@ def has_head(folder: str | Path) -> bool:
     ConfigError
         If something else stands there, so that no catalog can be made in this place.
     """
-    folder = Path(folder)
+    folder = local_path(folder)
     with system_errors(f"{str(folder)!r}: {CATALOG_FILE}"):
         if stamp_of(folder / CATALOG_FILE) is not None:
             return True
@@ -152,7 +152,7 @@ def write_head(folder: str | Path, head: CatalogHead) -> None:
     ConfigError
         If the folder cannot be written, or something other than a catalog stands there.
     """
-    folder, raw = Path(folder), head.to_json()
+    folder, raw = local_path(folder), head.to_json()
     if CatalogHead.from_json(raw) != head:
         raise ArchiveCorruptError(f"{CATALOG_FILE} does not read back as it was written")
     try:

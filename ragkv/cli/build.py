@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragkv.cli.common import DeviceOption, DtypeOption, JsonOption, LayoutOption, choose_layout, load, progress
+from ragkv.cli.common import DeviceOption, DtypeOption, JsonOption, LayoutOption, choose_layout, load, local, progress
 from ragkv.cli.output import err, format_bytes, out, print_json
 from ragkv.errors import ConfigError, RagkvError
 from ragkv.recipe import Recipe
@@ -20,13 +20,15 @@ DEFAULT_OUT = Path("indexes")
 
 
 def build(
-    files: Annotated[list[Path], typer.Argument(help="UTF-8 text files, one archive each.")],
+    files: Annotated[list[Path], typer.Argument(callback=local, help="UTF-8 text files, one archive each.")],
     *,
     model: Annotated[str, typer.Option(help="'demo', a hub id, a local folder or a .gguf file.")],
-    out_dir: Annotated[Path, typer.Option("--out", help="Folder of the archives; each is named after its file.")] = (
-        DEFAULT_OUT
-    ),
-    recipe: Annotated[Path | None, typer.Option(help="TOML file that says how archives are built.")] = None,
+    out_dir: Annotated[
+        Path, typer.Option("--out", callback=local, help="Folder of the archives; each is named after its file.")
+    ] = (DEFAULT_OUT),
+    recipe: Annotated[
+        Path | None, typer.Option(callback=local, help="TOML file that says how archives are built.")
+    ] = None,
     tokens_per_cluster: Annotated[
         int | None, typer.Option(help="Mean tokens per cluster; overrides the recipe. [default: 8]")
     ] = None,

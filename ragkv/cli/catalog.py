@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragkv.cli.common import DeviceOption, DtypeOption, JsonOption, LayoutOption, choose_layout, load, progress
+from ragkv.cli.common import DeviceOption, DtypeOption, JsonOption, LayoutOption, choose_layout, load, local, progress
 from ragkv.cli.output import err, format_bytes, out, print_json
 from ragkv.errors import ConfigError, RagkvError
 from ragkv.recipe import Recipe
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 ID_SHOWN = 12
 """Characters of an id in tables; the start of an id names a document as well as the whole."""
 
-Folder = Annotated[Path, typer.Argument(metavar="CATALOG", help="Folder of the catalog.", show_default=False)]
+Folder = Annotated[
+    Path, typer.Argument(callback=local, metavar="CATALOG", help="Folder of the catalog.", show_default=False)
+]
 
 catalog = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -41,7 +43,9 @@ def describe() -> None:
 @catalog.command()
 def add(
     folder: Folder,
-    files: Annotated[list[Path], typer.Argument(help="UTF-8 text files, one document each.", show_default=False)],
+    files: Annotated[
+        list[Path], typer.Argument(callback=local, help="UTF-8 text files, one document each.", show_default=False)
+    ],
     *,
     model: Annotated[
         str | None,
@@ -50,7 +54,7 @@ def add(
         ),
     ] = None,
     recipe: Annotated[
-        Path | None, typer.Option(help="TOML file that says how a new catalog's archives are built.")
+        Path | None, typer.Option(callback=local, help="TOML file that says how a new catalog's archives are built.")
     ] = None,
     layout: LayoutOption = "auto",
     dtype: DtypeOption = None,

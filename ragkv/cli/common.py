@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.progress import (
@@ -28,14 +28,28 @@ if TYPE_CHECKING:
 
 Report = Callable[[str, int, int], None]
 
+Given = TypeVar("Given")
+
+
+def local(given: Given) -> Given:
+    """The callback of every option and argument that takes paths: refuses URLs before anything is done."""
+    from ragkv.archive.files import local_path
+
+    for path in given if isinstance(given, list | tuple) else [given]:
+        if isinstance(path, str | Path):
+            local_path(path)
+    return given
+
+
 DtypeOption = Annotated[str | None, typer.Option(help="bf16, fp16 or fp32. [default: the checkpoint's own]")]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ... [default: cuda if there is one]")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else there.")]
 LayoutOption = Annotated[
     str,
     typer.Option(
+        callback=local,
         help="Prompt around the document: auto, plain, chat, or a TOML file with 'prompt' (holding {document} and "
-        "{question}) and an optional list 'stop'."
+        "{question}) and an optional list 'stop'.",
     ),
 ]
 
@@ -65,6 +79,7 @@ def read_layout(path: Path) -> PromptLayout:
     """A layout from a TOML file with the key ``prompt`` and an optional list ``stop``."""
     from ragkv.model.prompt import PromptLayout
 
+    local(path)
     if path.suffix != ".toml":
         raise ConfigError(f"layout is {str(path)!r}; give auto, plain, chat or a .toml file")
     try:

@@ -7,11 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
+from ragkv.cli.common import local
 from ragkv.cli.output import format_bytes, out, print_json, print_note
 
 
 def inspect(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of one archive.", show_default=False)],
+    folder: Annotated[
+        Path, typer.Argument(callback=local, metavar="DIR", help="Folder of one archive.", show_default=False)
+    ],
     *,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, sizes in bytes.")] = False,
 ) -> None:
