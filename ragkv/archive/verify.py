@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ragkv.archive.files import local_path, system_errors
+from ragkv.archive.files import is_there, local_path, system_errors
 from ragkv.archive.manifest import MANIFEST_FILE, LayerEntry, Manifest
 from ragkv.archive.parquet import integers
 from ragkv.archive.payload import Payload, from_bits
@@ -46,8 +46,9 @@ def verify_archive(path: str | Path, *, transforms: Callable[[str], Transforms] 
     try:
         snapshot = read_snapshot(folder, transforms=transforms)
     except ArchiveNotFoundError as error:
-        if not (folder / MANIFEST_FILE).exists():
-            raise
+        with system_errors(f"{str(folder)!r}: {MANIFEST_FILE}"):
+            if not is_there(folder / MANIFEST_FILE):
+                raise
         return [str(error)]
     except (ArchiveFormatError, ArchiveCorruptError, ConfigError) as error:
         return [str(error)]

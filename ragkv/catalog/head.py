@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragkv.archive.files import local_path, read_bounded, stamp_of, system_errors
+from ragkv.archive.files import is_there, local_path, read_bounded, stamp_of, system_errors
 from ragkv.archive.manifest import FORMAT_VERSION, MANIFEST_FILE, checked_fingerprint, checked_layout
-from ragkv.archive.publish import LOCK_FILE, publishing_in, write_whole
+from ragkv.archive.publish import LOCK_FILE, publishing_in, sweep, write_whole
 from ragkv.archive.sealed import LONGEST, sealed_text, text, unsealed
 from ragkv.errors import ArchiveCorruptError, ArchiveFormatError, ArchiveNotFoundError, ConfigError
 from ragkv.model.fingerprint import Fingerprint, json_sha256
@@ -139,7 +139,8 @@ def has_head(folder: str | Path) -> bool:
     with system_errors(f"{str(folder)!r}: {CATALOG_FILE}"):
         if stamp_of(folder / CATALOG_FILE) is not None:
             return True
-    if folder.exists() and (not folder.is_dir() or any(not _is_leftover(found) for found in folder.iterdir())):
+        is_free = not is_there(folder) or (folder.is_dir() and all(map(_is_leftover, folder.iterdir())))
+    if not is_free:
         raise ConfigError(f"{str(folder)!r} exists and is not a catalog; choose another place")
     return False
 
@@ -157,6 +158,8 @@ def write_head(folder: str | Path, head: CatalogHead) -> None:
         raise ArchiveCorruptError(f"{CATALOG_FILE} does not read back as it was written")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if not has_head(folder):
+            sweep(folder)
         with publishing_in(folder):
             if not has_head(folder):
                 write_whole(folder / CATALOG_FILE, raw.encode())
