@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ragkv.archive.files import Stamp, read_bounded, stamp_of, system_errors
 from ragkv.archive.manifest import MANIFEST_FILE, Manifest, read_manifest
-from ragkv.archive.publish import delete, fsync_folder, leftovers, publishing_in, recover, write_whole
+from ragkv.archive.publish import delete, fsync_folder, leftovers, publishing_in, recover, sweep_under_lock, write_whole
 from ragkv.archive.verify import is_sound
 from ragkv.catalog.head import CatalogHead, is_document_id
 from ragkv.catalog.transforms import SharedTransforms
@@ -140,7 +140,8 @@ class CatalogFolder:
         """All names that a document was given, if it has more than that in its manifest, or another."""
         folder = self._names_of / self.document(document_id).name
         with system_errors(f"names of the document {document_id[:12]}..."):
-            texts = [read_bounded(folder / name, _LONGEST_NAME).decode("utf-8") for name in _names(folder)]
+            whole = [name for name in _names(folder) if not name.startswith(".")]  # a dot marks one half written
+            texts = [read_bounded(folder / name, _LONGEST_NAME).decode("utf-8") for name in whole]
         return tuple(sorted(texts))
 
     def named(self, entry: CatalogEntry) -> CatalogEntry:
@@ -153,7 +154,8 @@ class CatalogFolder:
         if entry is None or name in entry.names or not name:
             return
         with self._locked():
-            self._write_names(document_id, {*entry.names, name} - {""})
+            held = sorted(set(entry.names) - {""})
+            self._write_names(document_id, [*held, name])
 
     def drop_name(self, document_id: str, name: str) -> bool:
         """Take a name from a document that has others; whether it has."""
@@ -162,10 +164,11 @@ class CatalogFolder:
             names = set() if entry is None else set(entry.names)
             if name not in names or len(names) < 2:
                 return False
-            self._write_names(document_id, names - {name})
+            self._write_names(document_id, sorted(names - {name}))
             return True
 
-    def _write_names(self, document_id: str, names: set[str]) -> None:
+    def _write_names(self, document_id: str, names: list[str]) -> None:
+        """Write names in this order, those that it has first: a process that dies in between loses none of them."""
         folder = self._names_of / self.document(document_id).name
         folder.mkdir(parents=True, exist_ok=True)
         files = {hashlib.sha256(name.encode()).hexdigest(): name for name in names}
@@ -214,6 +217,7 @@ class CatalogFolder:
         with self._locked():
             if self.stamp(document_id) != stamp:
                 return None
+            sweep_under_lock(self._documents, only=document_id)
             if mark.exists():  # else there is nothing to change, and the catalog may be on a medium that is read only
                 mark.unlink(missing_ok=True)
             return self._entry(document_id)
@@ -359,8 +363,11 @@ def _names(folder: Path) -> list[str]:
 
 
 def _put_aside(path: Path) -> Path:
-    """Rename a document out of the way: from then on nobody finds half of it."""
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}.old")
+    """Rename a document out of the way: from then on nobody finds half of it.
+
+    It gets the name of what a dead build left, so that whoever clears up deletes it, and nobody puts it back.
+    """
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     path.rename(aside)
     return aside
 
