@@ -20,7 +20,16 @@ from pathlib import Path
 
 from ragkv.archive.files import Stamp, is_there, read_bounded, stamp_of, system_errors
 from ragkv.archive.manifest import MANIFEST_FILE, Manifest, read_manifest
-from ragkv.archive.publish import delete, fsync_folder, interrupted, leftovers, publishing_in, recover, write_whole
+from ragkv.archive.publish import (
+    delete,
+    fsync_folder,
+    interrupted,
+    leftovers,
+    publishing_in,
+    recover,
+    sweep_under_lock,
+    write_whole,
+)
 from ragkv.archive.verify import is_sound
 from ragkv.catalog.entries import CatalogEntry, entry_of
 from ragkv.catalog.head import CatalogHead, is_document_id
@@ -225,6 +234,7 @@ class CatalogFolder:
         with self._locked():
             if self.stamp(document_id) != stamp:
                 return None
+            sweep_under_lock(self._documents, only=document_id)
             if self._is_marked(document_id):  # else nothing changes, and the catalog may be on a read-only medium
                 self._mark(document_id).unlink(missing_ok=True)
             return self._read_entry(document_id)
