@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import io
+import json
+import sys
 import typing
 from pathlib import Path
 
@@ -14,11 +17,12 @@ from ragkv import Archive, Catalog, build_archive
 from ragkv.archive.files import local_path
 from ragkv.archive.inspect import describe_archive
 from ragkv.archive.verify import verify_archive
-from ragkv.cli.app import app
+from ragkv.cli.app import app, main
 from ragkv.cli.catalog import catalog
 from ragkv.cli.common import local
 from ragkv.errors import ConfigError
-from tests.archives import loaded
+from tests.archives import archive_of, loaded
+from tests.tiny import TEXT, tiny_model, tiny_tokenizer
 
 URL = "s3://bucket/x"
 COMMANDS = (
@@ -86,3 +90,71 @@ def test_the_library_refuses_urls_too(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("path", ["a", "./s3", "/tmp/s3:/x", "C:/x", "~", "a:b/c", "s3:", Path("a/http:/b")])
 def test_what_is_no_url_is_a_path_as_it_was(path: str | Path) -> None:
     assert local_path(path) == Path(path)
+
+
+@pytest.fixture
+def ascii_shown(monkeypatch: pytest.MonkeyPatch) -> io.BytesIO:
+    """What the console entry point writes to a stdout that knows ASCII only, as with PYTHONIOENCODING=ascii."""
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii", write_through=True))
+    return shown
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int | str | None:
+    monkeypatch.setattr(sys, "argv", ["ragkv", *map(str, words)])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    return caught.value.code
+
+
+@pytest.mark.parametrize("options", [(), ("--stream",)])
+def test_an_answer_that_the_terminal_has_no_codes_for_is_shown_with_replaced_characters(
+    options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ascii_shown: io.BytesIO
+) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "sea.txt").write_text(TEXT, encoding="utf-8")
+    words = ("build", tmp_path / "sea.txt", "--model", tmp_path / "model", "--out", tmp_path)
+    assert run(monkeypatch, *words) == 0
+    ask = ("ask", "Who?", "--archive", tmp_path / "sea")
+    assert run(monkeypatch, *ask, *options) == 0
+    assert b"?" in ascii_shown.getvalue()
+    start = len(ascii_shown.getvalue())
+    assert run(monkeypatch, *ask, "--json") == 0
+    answer = json.loads(ascii_shown.getvalue()[start:])["answer"]
+    assert not answer.isascii()
+    assert answer.encode("ascii", "replace") in ascii_shown.getvalue()
+
+
+def test_names_in_any_script_are_shown_and_json_stays_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ascii_shown: io.BytesIO
+) -> None:
+    name = "\u6d77\U0001f6a2.txt"
+    build_archive(loaded("llama"), TEXT, tmp_path / "a", document_name=name)
+    assert run(monkeypatch, "inspect", tmp_path / "a") == 0
+    assert b"??.txt" in ascii_shown.getvalue()
+    start = len(ascii_shown.getvalue())
+    assert run(monkeypatch, "inspect", tmp_path / "a", "--json") == 0
+    assert json.loads(ascii_shown.getvalue()[start:])["document"]["name"] == name
+
+
+def inspected(folder: Path, **archive: str) -> str:
+    built = archive_of(folder / "a", **archive)
+    return CliRunner().invoke(app, ["inspect", str(built.path)], env={"COLUMNS": "200"}).stdout
+
+
+def test_inspect_says_what_the_manifest_and_the_files_hold(tmp_path: Path) -> None:
+    shown, held = inspected(tmp_path, model="gemma3", document=TEXT), describe_archive(tmp_path / "a")
+    counts, sizes = held["counts"], held["bytes"]
+    attended = counts["n_tokens"] - counts["archived_tokens"]
+    assert f"in global layers {counts['archived_tokens']} in clusters and {attended} always attended" in shown
+    assert f"clusters    {counts['clusters_asked']} asked of each KV head, " in shown
+    assert "recall      budget 256, floor 64, cap 1024" in shown
+    assert f"transforms  its own, SHA-256 {held['transforms'][:12]}..." in shown
+    assert all(f"{name} " in shown.split("on disk (")[1] for name in sizes if name != "total")
+
+
+def test_inspect_of_an_archive_without_clusters_says_so(tmp_path: Path) -> None:
+    shown = inspected(tmp_path, document="Short.")
+    assert "clusters    none: every token is always attended" in shown
+    assert "transforms  none" in shown
