@@ -68,6 +68,7 @@ def describe(
       ragkv ledger --model demo --tokens 32768     what would an archive save
       ragkv build report.txt --model demo          archive a document in indexes/report
       ragkv ask "Who wrote it?" --archive indexes/report
+      ragkv ask --help                             what a command takes, each with examples
     """
 
 

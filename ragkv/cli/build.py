@@ -155,11 +155,12 @@ def _build_one(
 
 
 def _show(row: dict[str, Any]) -> None:
+    archive = source_name(Path(row["archive"]))
     if not row["built"]:
-        out.print(f"{row['archive']}: up to date", markup=False, soft_wrap=True)
+        out.print(f"{archive}: up to date", markup=False, soft_wrap=True)
         return
     out.print(
-        f"{row['archive']}: {row['tokens']:,} tokens, {row['clusters']:,} clusters per KV head, "
+        f"{archive}: {row['tokens']:,} tokens, {row['clusters']:,} clusters per KV head, "
         f"{format_bytes(row['bytes'])}; prefill {row['prefill_s']:.1f} s, "
         f"clustering and writing {row['build_s']:.1f} s",
         markup=False,
