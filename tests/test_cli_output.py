@@ -151,3 +151,11 @@ def test_inspect_of_an_archive_without_clusters_says_so(tmp_path: Path) -> None:
     shown = inspected(tmp_path, document="Short.")
     assert "clusters    none: every token is always attended" in shown
     assert "transforms  none" in shown
+
+
+@pytest.mark.parametrize("words", [(), ("catalog",), ("build",), ("catalog", "add")], ids=" ".join)
+def test_help_teaches_by_examples_of_its_own_commands(words: tuple[str, ...]) -> None:
+    shown = CliRunner().invoke(app, [*words, "--help"], prog_name="ragkv").stdout
+    examples = [line for line in shown.split("Example", 1)[1].splitlines() if line.strip().startswith("ragkv ")]
+    assert len(examples) >= 2
+    assert all(line.strip().startswith(" ".join(("ragkv", *words))) for line in examples)
