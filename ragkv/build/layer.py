@@ -233,7 +233,7 @@ def _coded(
 
 
 def _misfit(residuals: torch.Tensor, coded: torch.Tensor, basis: Basis | None, metric: torch.Tensor | None) -> float:
-    """Squared error of codes as a multiple of what a basis of their own would leave; 1 where nothing is coded, or too few tokens."""
+    """Squared error of codes as a multiple of that in a basis of their own; 1 where none are, or too few to tell."""
     if basis is None:
         return 1.0
     if residuals.shape[1] < _FEWEST * residuals.shape[2]:
