@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ragkv.archive.verify import verify_archive
     from ragkv.build.builder import BuildResult, build_archive
     from ragkv.catalog.catalog import Catalog
-    from ragkv.catalog.folder import CatalogEntry
+    from ragkv.catalog.entries import CatalogEntry
     from ragkv.errors import RagkvError
     from ragkv.model.attention import attach
     from ragkv.model.load import LoadedModel, load_model

@@ -187,7 +187,7 @@ class Recipe:
     window_tokens: int = 64
     exact_codec: str = "int8"
     key_codec: str = "int3"
-    value_codec: str = "int3"
+    value_codec: str = "int2.5"
     layer_codecs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     key_prototype_bits: int = 4
     value_prototype_bits: int = 2

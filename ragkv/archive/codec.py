@@ -78,9 +78,13 @@ class Basis:
         """What takes a level to the middle of its interval, in steps: (n_kept,) float32."""
         return self.widths.per_coefficient(-127.5, -7.5, -1.5).to(self.rows.device)
 
+    def levels(self, packed: torch.Tensor) -> torch.Tensor:
+        """Levels (..., n_kept) float32 of bytes (..., n_bytes) uint8; with `middles` added they are coefficients."""
+        return unpack(packed, self.widths).float()
+
     def numbers(self, packed: torch.Tensor) -> torch.Tensor:
-        """Levels (..., n_bytes) uint8 as coefficients (..., n_kept) float32, in steps."""
-        return unpack(packed, self.widths).float().add_(self.middles)
+        """Coefficients (..., n_kept) float32, in steps, of bytes (..., n_bytes) uint8."""
+        return self.levels(packed).add_(self.middles)
 
     def along(self, vectors: torch.Tensor) -> torch.Tensor:
         """Products of `vectors` (n_kv_heads, n, dim) float32 with the rows: (n_kv_heads, n, n_kept)."""
@@ -247,7 +251,7 @@ def _scale_code(exponent: torch.Tensor) -> torch.Tensor:
 
 def scale_of(code: torch.Tensor) -> torch.Tensor:
     """The scale, float32, that a byte stands for."""
-    scale = ((code.float() - _SCALE_BIAS) / SCALES_PER_OCTAVE).exp2()
+    scale = code.float().sub_(_SCALE_BIAS).div_(SCALES_PER_OCTAVE).exp2_()
     return scale.masked_fill_(code == ZERO_SCALE, 0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,13 +14,15 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from ragkv.errors import ArchiveCorruptError, ArchiveNotFoundError, ArchiveReadError, RagkvError
+from ragkv.errors import ArchiveCorruptError, ArchiveNotFoundError, ArchiveReadError, ConfigError, RagkvError
 
-ABSENT = (errno.ENOENT, errno.ENOTDIR)
-"""What the system says of a file that is not there. Anything else says nothing about whether it is."""
+ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+"""What the system says of a file that is not there, or of links that lead nowhere. Anything else says nothing."""
 
 Stamp = tuple[int, int, int]
 """Which file stands in a place: inode, time of change in ns and length."""
+
+_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/")
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,25 @@ class FileEntry:
 
     bytes: int
     sha256: str
+
+
+def local_path(path: str | Path) -> Path:
+    """`path` as a path of this machine.
+
+    Raises
+    ------
+    ConfigError
+        If it is a URL, which would otherwise become a local folder called ``s3:`` or the like. One slash is enough for
+        one, because a `Path` has made one of two.
+    """
+    url = _URL.match(str(path))
+    if url is not None:
+        given = str(path) if "://" in str(path) else str(path).replace(":/", "://", 1)
+        raise ConfigError(
+            f"URLs are not supported yet, and {given!r} is one; give a path on this machine (an absolute one, if a "
+            f"folder of it is called '{url['scheme']}:')"
+        )
+    return Path(path)
 
 
 @contextmanager
@@ -87,7 +109,12 @@ def _cure(number: int) -> str:
 
 def open_regular(path: Path) -> int:
     """A descriptor of a regular file; a pipe, a device or a folder in its place is refused and never waited for."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except OSError as error:
+        if error.errno in (errno.ENXIO, errno.ENODEV):  # sockets, and devices without a driver
+            raise ArchiveCorruptError(f"{path.name}: not a regular file") from error
+        raise
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)
@@ -119,17 +146,34 @@ def read_checked(folder: Path, name: str, expected: FileEntry) -> bytes:
 
 
 def stamp_of(path: Path) -> Stamp | None:
-    """What tells the file at `path` from one put in its place; None if there is none.
+    """What tells the regular file at `path` from one put in its place; None if there is none.
 
     Raises
     ------
     OSError
         If the system refused to say: that does not mean that there is none.
     """
+    found = _looked_at(path)
+    if found is None or not stat.S_ISREG(found.st_mode):
+        return None
+    return (found.st_ino, found.st_mtime_ns, found.st_size)
+
+
+def is_there(path: Path) -> bool:
+    """Whether anything stands at `path`, of any kind; a link counts as what it points to.
+
+    Raises
+    ------
+    OSError
+        If the system refused to say. `Path.exists` takes some of what it says for "not there".
+    """
+    return _looked_at(path) is not None
+
+
+def _looked_at(path: Path) -> os.stat_result | None:
     try:
-        found = path.stat()
+        return path.stat()
     except OSError as error:
         if error.errno in ABSENT:
             return None
         raise
-    return (found.st_ino, found.st_mtime_ns, found.st_size)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ragkv.archive.files import FileEntry, read_bounded, stamp_of, system_errors
+from ragkv.archive.files import FileEntry, is_there, local_path, read_bounded, system_errors
 from ragkv.archive.sealed import LONGEST, flag, sealed_text, sha256, text, unsealed, whole
 from ragkv.errors import ArchiveFormatError, ArchiveNotFoundError
 from ragkv.model.fingerprint import Fingerprint
@@ -169,7 +169,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     ArchiveReadError
         If the system did not let it be read just now.
     """
-    folder = Path(folder)
+    folder = local_path(folder)
     try:
         with system_errors(f"{str(folder)!r}: {MANIFEST_FILE}"):
             return Manifest.from_json(read_bounded(folder / MANIFEST_FILE, LONGEST).decode("utf-8"))
@@ -246,7 +246,7 @@ def _check_files(manifest: Manifest) -> None:
 
 def _hint(folder: Path) -> str:
     try:
-        if stamp_of(folder) is None or not folder.is_dir():
+        if not is_there(folder) or not folder.is_dir():
             return "there is no such folder"
         inside = list_archives(folder)
     except OSError as error:

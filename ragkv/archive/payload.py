@@ -97,4 +97,5 @@ def decode_exact(raw: torch.Tensor, codec: str, dtype: torch.dtype) -> torch.Ten
     if codec == "lossless":
         return from_bits(raw, dtype)
     scale = from_bits(raw[..., :_SCALE_BYTES], torch.float32)
+    scale = scale.masked_fill(scale.isinf(), torch.nan)  # which rounding would take for a very large number
     return rounded(raw[..., _SCALE_BYTES:].contiguous().view(torch.int8).float() * scale, dtype)

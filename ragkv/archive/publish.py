@@ -13,14 +13,14 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from ragkv.archive.files import FileEntry, one_line, stamp_of
+from ragkv.archive.files import FileEntry, is_there, stamp_of, system_errors
 from ragkv.archive.manifest import MANIFEST_FILE, Manifest
 from ragkv.archive.rows import ROWS_FILE, rows_entry
 from ragkv.errors import ArchiveCorruptError, ConfigError, RagkvError
@@ -46,7 +46,7 @@ def staging(path: Path, keep: Callable[[Path], bool] | None = None, *, rubble: b
     with _writing(path), ExitStack() as stack:
         path.parent.mkdir(parents=True, exist_ok=True)
         with publishing_in(path.parent):
-            _sweep(path.parent)
+            sweep_under_lock(path.parent)
             if not rubble:
                 _check_place(path)
             stack.callback(_drop, folder, alive)
@@ -58,7 +58,7 @@ def staging(path: Path, keep: Callable[[Path], bool] | None = None, *, rubble: b
 
 def check_place(path: Path) -> None:
     """Refuse a place where something other than an archive or an empty folder stands."""
-    if stamp_of(path) is not None:
+    if is_there(path):
         with publishing_in(path.parent):  # else a builder could swap archives between two of these looks
             _check_place(path)
 
@@ -80,18 +80,28 @@ def recover(path: Path) -> bool:
     Returns whether an archive stands there now.
     """
     path = path.resolve()
-    if not path.parent.is_dir():
-        return False
-    with suppress(OSError), publishing_in(path.parent):
-        if not _is_archive(path):
-            _sweep(path.parent, only=path.name)
-    return _is_archive(path)
+    with system_errors(f"{str(path)!r}"):
+        # Whoever publishes makes the lock first: where there is none, nothing was ever replaced, and none is left here.
+        if is_there(path.parent / LOCK_FILE):
+            with suppress(OSError), publishing_in(path.parent):
+                if not _is_archive(path):
+                    sweep_under_lock(path.parent, only=path.name)
+        return _is_archive(path)
+
+
+def interrupted(names: Collection[str]) -> list[str]:
+    """Of the names in a folder those of archives that are on their way out while none is in their place.
+
+    Most often they are being replaced at this moment, else their build died: `recover` tells.
+    """
+    matches = [_LEFT.fullmatch(name) for name in names if name.endswith(_ASIDE)]
+    return sorted({match["name"] for match in matches if match is not None} - set(names))
 
 
 def sweep(folder: Path) -> None:
     """Clear away what dead builds left in `folder`, and put back what they were replacing."""
     with publishing_in(folder):
-        _sweep(folder)
+        sweep_under_lock(folder)
 
 
 def seal(folder: Path, manifest: Manifest) -> Manifest:
@@ -152,7 +162,8 @@ def _writing(path: Path) -> Iterator[None]:
     except RagkvError:
         raise
     except OSError as error:
-        raise ConfigError(f"cannot write the archive {str(path)!r}: {error.strerror or one_line(error)}") from error
+        said = " ".join((error.strerror or str(error)).split())
+        raise ConfigError(f"cannot write the archive {str(path)!r}: {said}") from error
 
 
 @contextmanager
@@ -170,7 +181,7 @@ def _holding(file: Path) -> Iterator[None]:
 
 
 def _check_place(path: Path) -> None:
-    if stamp_of(path) is not None and not _is_archive(path) and (not path.is_dir() or any(path.iterdir())):
+    if is_there(path) and not _is_archive(path) and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"{str(path)!r} exists and is not an archive; choose another place")
 
 
@@ -210,8 +221,8 @@ def leftovers(parent: Path, *, only: str | None = None) -> list[tuple[Path, Path
     Call it under the lock of `publishing_in`, so that no build begins or ends meanwhile.
     """
     tokens: dict[str, str] = {}
-    for entry in parent.iterdir():
-        match = _LEFT.fullmatch(entry.name)
+    for entry in os.listdir(parent):  # not as paths: there may be many archives
+        match = _LEFT.fullmatch(entry) if entry.startswith(".") else None
         if match is not None and only in (None, match["name"]):
             tokens[match["token"]] = match["name"]
     found = []
@@ -222,8 +233,8 @@ def leftovers(parent: Path, *, only: str | None = None) -> list[tuple[Path, Path
     return found
 
 
-def _sweep(parent: Path, *, only: str | None = None) -> None:
-    """Clear up after dead builds, under the lock of `publishing_in`."""
+def sweep_under_lock(parent: Path, *, only: str | None = None) -> None:
+    """As `sweep`, by who holds the lock of `publishing_in` already; `only` after builds of this name."""
     for target, folder, aside, alive in leftovers(parent, only=only):
         if _is_archive(aside) and not os.path.lexists(target):
             aside.rename(target)
@@ -232,8 +243,13 @@ def _sweep(parent: Path, *, only: str | None = None) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a folder and what is in it, a file, or a link but not what it points to, if it is there."""
+    """Delete a folder and what is in it, a file, or a link but not what it points to, if it is there.
+
+    Of an archive the manifest goes first: whoever dies half-way leaves no part of one that looks whole.
+    """
     if path.is_dir() and not path.is_symlink():
+        with suppress(OSError):
+            (path / MANIFEST_FILE).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)

@@ -31,11 +31,13 @@ EXACT = -1
 GROUP_TOKENS = 4096
 """A row group of archived tokens is closed once it has this many; clusters are never split."""
 
+LENGTH_BYTES = 4
+"""Bytes in front of the payload of each row, which say how long it is."""
+
 _GROUP_BYTES = 1 << 24  # a row group of exact tokens is closed once it has so many
 _CHECKSUMS = b"ragkv.row_groups.sha256"
 _MAGIC = b"PAR1"
 _TAIL = 8  # length of the footer and magic
-_LENGTH_BYTES = 4  # in front of each row's payload
 _MAX_PAGE_HEADER = 256
 _LONGEST_FOOTER = 1 << 28
 _SCHEMA = pa.schema(
@@ -206,8 +208,8 @@ def rows_entry(path: Path) -> FileEntry:
 class RowGroups:
     """The row groups of some layers, each array with one entry per row group.
 
-    ``start`` and ``stop`` (n,) int64 bound its bytes in the file, and ``data`` (n,) int64 its payload's from the length
-    of the first row on; ``rows`` (n,) int64 counts its rows; ``sha256`` is the checksum of its bytes.
+    ``start`` and ``stop`` (n,) int64 bound its bytes in the file, and ``data`` (n,) int64 is where the header of its
+    payload's page begins; ``rows`` (n,) int64 counts its rows; ``sha256`` is the checksum of its bytes.
     """
 
     start: np.ndarray
@@ -255,6 +257,8 @@ class RowsFile:
         footer = raw[first:].tobytes()
         if hashlib.sha256(footer).hexdigest() != expected.sha256:
             raise ArchiveCorruptError(f"{ROWS_FILE}: the SHA-256 of its footer is not the manifest's")
+        if raw[: len(_MAGIC)].tobytes() != _MAGIC:  # the only bytes that no checksum covers
+            raise ArchiveCorruptError(f"{ROWS_FILE}: it does not begin as a Parquet file does")
         self._footer_start = first
         return pq.read_metadata(pa.BufferReader(_MAGIC + footer))
 
@@ -284,8 +288,8 @@ class RowsFile:
             ):
                 raise ArchiveCorruptError(f"{ROWS_FILE}: row group {place} is not laid out as the format says")
             end = int(stop[place])
-        if n_groups and end > self._footer_start:
-            raise ArchiveCorruptError(f"{ROWS_FILE}: its row groups reach into the footer")
+        if end != self._footer_start:
+            raise ArchiveCorruptError(f"{ROWS_FILE}: there is something between its row groups and its footer")
         return RowGroups(start, stop, data, rows, tuple(said[at : at + 64] for at in range(0, len(said), 64)))
 
     def require(self, groups: np.ndarray) -> None:
@@ -349,7 +353,7 @@ def payload_start(rows: RowsFile, group: int, n_bytes: int) -> int:
     """
     groups = rows.groups
     size = int(groups.stop[group] - groups.data[group])
-    header = size - n_bytes - _LENGTH_BYTES * int(groups.rows[group])
+    header = size - n_bytes - LENGTH_BYTES * int(groups.rows[group])
     if not 0 < header <= _MAX_PAGE_HEADER:
         raise ArchiveCorruptError(
             f"{ROWS_FILE}: row group {group} does not hold the bytes that its clusters' sizes say"

@@ -6,6 +6,7 @@ groups), so parts of two archives never pass for one. An archive that is replace
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ import numpy as np
 import torch
 
 from ragkv.archive.centroids import CENTROIDS_FILE
-from ragkv.archive.files import FileEntry, read_bounded, read_checked, stamp_of, system_errors
+from ragkv.archive.codec import Basis
+from ragkv.archive.files import FileEntry, local_path, read_bounded, read_checked, stamp_of, system_errors
 from ragkv.archive.manifest import MANIFEST_FILE, LayerEntry, Manifest, read_manifest
 from ragkv.archive.parquet import integers
 from ragkv.archive.payload import decode_exact, exact_bytes
@@ -24,7 +26,7 @@ from ragkv.archive.publish import publishing_in, recover
 from ragkv.archive.rows import EXACT, ROWS_FILE, RowsFile, binary_rows, flat_lists
 from ragkv.archive.tokens import TOKENS_FILE, TokenTable, read_tokens
 from ragkv.archive.transforms import TRANSFORMS_FILE, LayerTransforms, Transforms, read_transforms
-from ragkv.errors import ArchiveCorruptError, ArchiveFormatError, ArchiveNotFoundError
+from ragkv.errors import ArchiveCorruptError, ArchiveFormatError, ArchiveNotFoundError, ConfigError
 from ragkv.recipe import CODEC_BITS
 
 SHARED_TRANSFORMS = "transforms"
@@ -78,7 +80,7 @@ def read_snapshot(
     ArchiveNotFoundError, ArchiveFormatError, ArchiveCorruptError, ArchiveReadError
         If there is none, of another version, damaged, or cannot be read now.
     """
-    path = Path(path)
+    path = local_path(path)
     for attempt in range(_ATTEMPTS + 1):
         with publishing_in(path.resolve().parent) if attempt == _ATTEMPTS else nullcontext():
             stamp = _stamp(path)
@@ -150,7 +152,10 @@ def check_counts(manifest: Manifest) -> None:
             raise ArchiveCorruptError(
                 f"{MANIFEST_FILE}: layer {entry.index} has more clusters than tokens, or than asked"
             )
-    recipe.check_layers(len(manifest.layers))
+    try:
+        recipe.check_layers(len(manifest.layers))
+    except ConfigError as error:
+        raise ArchiveCorruptError(f"{MANIFEST_FILE}: {error}") from error
 
 
 def exact_positions(manifest: Manifest, entry: LayerEntry) -> torch.Tensor:
@@ -274,7 +279,18 @@ def _check_layer(manifest: Manifest, entry: LayerEntry, layer: LayerTransforms |
     heads = entry.n_kv_heads
     if shapes != [(heads, entry.key_dim), (heads, entry.value_dim), (heads, entry.key_dim)]:
         raise ArchiveCorruptError(f"{where} are of other shapes than the manifest says")
-    for codec, basis in zip(manifest.recipe.codecs(entry.index), (layer.key_rows, layer.value_rows), strict=True):
+    recipe, dims = manifest.recipe, (entry.key_dim, entry.value_dim)
+    for codec, basis, dim in zip(recipe.codecs(entry.index), (layer.key_rows, layer.value_rows), dims, strict=True):
         if (basis is not None) != (codec in CODEC_BITS):
             raise ArchiveCorruptError(f"{where} do not go with the codec {codec!r} of the recipe")
+        if basis is not None:
+            _check_width(where, basis, dim, CODEC_BITS[codec])
+    _check_width(where, layer.key_prototypes, entry.key_dim, recipe.key_prototype_bits)
+    _check_width(where, layer.value_prototypes, entry.value_dim, recipe.value_prototype_bits)
     return layer.key_prototypes.widths.n_bytes, layer.value_prototypes.widths.n_bytes, layer.key_axes.shape[1]
+
+
+def _check_width(where: str, basis: Basis, dim: int, bits: float) -> None:
+    n_bytes, most = basis.widths.n_bytes, math.ceil(dim * bits / 8)
+    if n_bytes > most:
+        raise ArchiveCorruptError(f"{where} code {dim} numbers in {n_bytes} bytes; {bits} bits a number are {most}")

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ragkv.archive.files import system_errors
+from ragkv.archive.files import is_there, local_path, system_errors
 from ragkv.archive.manifest import MANIFEST_FILE, LayerEntry, Manifest
 from ragkv.archive.parquet import integers
 from ragkv.archive.payload import Payload, from_bits
-from ragkv.archive.rows import ROWS_FILE, binary_rows, flat_lists
+from ragkv.archive.rows import LENGTH_BYTES, ROWS_FILE, binary_rows, flat_lists, payload_start
 from ragkv.archive.snapshot import Snapshot, read_snapshot
 from ragkv.archive.tokens import NO_OFFSET, TOKENS_FILE
 from ragkv.archive.transforms import Transforms
@@ -42,12 +42,13 @@ def verify_archive(path: str | Path, *, transforms: Callable[[str], Transforms] 
     ArchiveReadError
         If the system did not let it be read just now.
     """
-    folder = Path(path)
+    folder = local_path(path)
     try:
         snapshot = read_snapshot(folder, transforms=transforms)
     except ArchiveNotFoundError as error:
-        if not (folder / MANIFEST_FILE).exists():
-            raise
+        with system_errors(f"{str(folder)!r}: {MANIFEST_FILE}"):
+            if not is_there(folder / MANIFEST_FILE):
+                raise
         return [str(error)]
     except (ArchiveFormatError, ArchiveCorruptError, ConfigError) as error:
         return [str(error)]
@@ -131,6 +132,9 @@ def _layer_faults(snapshot: Snapshot, entry: LayerEntry) -> Iterator[str]:
         return
     sizes = snapshot.prototypes[entry.index].sizes
     flat = sizes[sizes > 0].long()
+    if bool((sizes.long().sum(1) != manifest.archived_tokens).any()):
+        yield f"{name}: sizes of clusters do not add up to the archived tokens of every KV head"
+        return
     lengths = torch.from_numpy(table.column("positions").combine_chunks().value_lengths().to_numpy().astype(np.int64))
     if not torch.equal(lengths, flat):
         yield f"{name}: a cluster has another number of positions than its size says"
@@ -140,7 +144,7 @@ def _layer_faults(snapshot: Snapshot, entry: LayerEntry) -> Iterator[str]:
         yield f"{name}: a cluster has another number of bytes than its size says"
         return
     yield from _position_faults(snapshot, entry, flat_lists(table.column("positions")), flat)
-    yield from _group_faults(snapshot, entry, heads, first, last)
+    yield from _group_faults(snapshot, entry, heads, raw)
     yield from _finite_faults(name, raw, payload)
 
 
@@ -160,12 +164,17 @@ def _position_faults(
         yield f"{ROWS_FILE}: layer {entry.index}, kv_head {head} does not hold every position of [{begin}, {end}) once"
 
 
-def _group_faults(snapshot: Snapshot, entry: LayerEntry, heads: np.ndarray, first: int, last: int) -> Iterator[str]:
-    at = 0
-    for group in range(first, last):
-        stop = at + int(snapshot.rows.groups.rows[group])
+def _group_faults(snapshot: Snapshot, entry: LayerEntry, heads: np.ndarray, raw: list[memoryview]) -> Iterator[str]:
+    """Row groups of one KV head, whose bytes lie where recall looks for them without decoding."""
+    rows, at = snapshot.rows, 0
+    for group in range(*snapshot.groups[entry.index]):
+        stop = at + int(rows.groups.rows[group])
         if (heads[at:stop] != heads[at]).any():
             yield f"{ROWS_FILE}: layer {entry.index}: row group {group} holds more than one KV head"
+        wanted = b"".join(len(own).to_bytes(LENGTH_BYTES, "little") + bytes(own) for own in raw[at:stop])
+        start = payload_start(rows, group, len(wanted) - LENGTH_BYTES * (stop - at))
+        if rows.mapped[start : start + len(wanted)].numpy().tobytes() != wanted:
+            yield f"{ROWS_FILE}: layer {entry.index}: the tokens of row group {group} are not one plain page"
         at = stop
 
 

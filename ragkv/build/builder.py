@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from transformers import DynamicCache
 
 from ragkv.archive import publish
-from ragkv.archive.manifest import LayerEntry, Manifest, read_manifest
+from ragkv.archive.files import local_path
+from ragkv.archive.manifest import MANIFEST_FILE, LayerEntry, Manifest, read_manifest
 from ragkv.archive.prototypes import write_prototypes
 from ragkv.archive.rows import ROWS_FILE, RowsWriter
 from ragkv.archive.tokens import write_tokens
@@ -101,8 +104,8 @@ class BuildRequest:
 class BuildResult:
     """What a build did. Times in seconds: ``prefill_s``, and ``build_s`` for clustering, encoding and writing.
 
-    ``misfit`` is the distortion of the codes as a multiple of what transforms of the document's own would leave, over
-    the layer that fits worst; 1 or about 1 where it has its own.
+    ``misfit`` is the distortion of the codes as a multiple of what transforms of its own would leave, mean of
+    the layers; about 1 where it has its own.
     """
 
     path: Path
@@ -141,14 +144,15 @@ def build_archive(
     Raises
     ------
     ConfigError
-        If the document is empty or longer than the model's context.
+        If the document is empty or longer than the model's context, or `path` is a URL.
     UnsupportedModelError
         If this model's cache cannot be archived exactly.
     NonFiniteError
         If the model computed a NaN or infinite key or value.
     """
+    path = local_path(path)
     request = BuildRequest.of(model, document, recipe=recipe, layout=layout, document_name=document_name)
-    publish.check_place(Path(path).resolve())
+    publish.check_place(path.resolve())
     started = time.perf_counter()
     cache = request.prefill(stage(on_progress, "prefill"))
     prefill_s = time.perf_counter() - started
@@ -214,7 +218,7 @@ def write_archive(
                 (folder / TRANSFORMS_FILE).write_bytes(raw)
                 named = hashlib.sha256(raw).hexdigest()
         manifest = publish.seal(folder, _manifest(request, captured, span, tuple(entries), asked, named))
-    misfit = max((each.misfit for each in coded.values()), default=1.0)
+    misfit = fmean(each.misfit for each in coded.values()) if coded else 1.0
     if transforms is not None and misfit > MISFIT:
         log.warning(
             "%s fits the transforms of its catalog badly: its codes lose %.1f times what transforms of its own would; "
@@ -266,6 +270,29 @@ def is_current(model: LoadedModel, document: str, path: str | Path, *, recipe: R
     asked = (document_sha256(document), recipe.identity(), layout)
     same = (manifest.document_sha256, manifest.recipe.identity(), manifest.layout) == asked
     return same_dtype and same and is_sound(path, manifest)
+
+
+def keep_policy(path: str | Path, recipe: Recipe) -> bool:
+    """Let the archive at `path` recall by default what `recipe` says; whether that is a change.
+
+    Only the manifest is written, whole or not at all: keys, values and clusters stay as they are.
+
+    Raises
+    ------
+    ConfigError
+        If the manifest cannot be written.
+    """
+    place = Path(path).resolve()
+    manifest = read_manifest(place)
+    if manifest.recipe.recall == recipe.recall:
+        return False
+    changed = dataclasses.replace(manifest, recipe=dataclasses.replace(manifest.recipe, recall=recipe.recall))
+    try:
+        with publish.publishing_in(place.parent):
+            publish.write_whole(place / MANIFEST_FILE, changed.to_json().encode())
+    except OSError as error:
+        raise ConfigError(f"cannot write the manifest of {str(place)!r}: {error.strerror}") from error
+    return True
 
 
 def stage(on_progress: Progress | None, name: str) -> Callable[[int, int], None] | None:

@@ -15,7 +15,8 @@ from typing import Any
 
 from ragkv.archive.files import Stamp
 from ragkv.build.builder import BuildRequest, Progress, fit_transforms, stage, write_archive
-from ragkv.catalog.folder import CatalogEntry, CatalogFolder, GcResult, as_built, find_entry, with_match
+from ragkv.catalog.entries import CatalogEntry, as_built, find_entry, with_match
+from ragkv.catalog.folder import CatalogFolder, GcResult
 from ragkv.catalog.head import CatalogHead, has_head, read_head, write_head
 from ragkv.catalog.transforms import SharedTransforms
 from ragkv.errors import ArchiveCorruptError, ConfigError, ModelMismatchError, RagkvError

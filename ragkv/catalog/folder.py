@@ -13,15 +13,25 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ragkv.archive.files import Stamp, read_bounded, stamp_of, system_errors
+from ragkv.archive.files import Stamp, is_there, read_bounded, stamp_of, system_errors
 from ragkv.archive.manifest import MANIFEST_FILE, Manifest, read_manifest
-from ragkv.archive.publish import delete, fsync_folder, leftovers, publishing_in, recover, write_whole
+from ragkv.archive.publish import (
+    delete,
+    fsync_folder,
+    interrupted,
+    leftovers,
+    publishing_in,
+    recover,
+    sweep_under_lock,
+    write_whole,
+)
 from ragkv.archive.verify import is_sound
+from ragkv.catalog.entries import CatalogEntry, entry_of
 from ragkv.catalog.head import CatalogHead, is_document_id
 from ragkv.catalog.transforms import SharedTransforms
 from ragkv.errors import (
@@ -30,31 +40,12 @@ from ragkv.errors import (
     ArchiveNotFoundError,
     ArchiveReadError,
     ConfigError,
+    RagkvError,
 )
 
 log = logging.getLogger(__name__)
 
-MIN_ID = 6
-"""Characters of an id that are enough to name a document, if no other begins with them."""
-
 _LONGEST_NAME = 1 << 16  # bytes
-
-
-@dataclass(frozen=True)
-class CatalogEntry:
-    """One document of a catalog: ``tokens`` of the document alone, ``bytes`` of its files without the manifest.
-
-    ``names`` are all that its text was added by, ``name`` the first of them in order. ``built`` is true where the call
-    that gave this entry built the archive, false where it was there already.
-    """
-
-    id: str
-    name: str
-    tokens: int
-    bytes: int
-    built: bool
-    path: Path
-    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,9 +66,8 @@ class CatalogFolder:
         self._documents = path / "documents"
         self._removed = path / "removed"
         self._names_of = path / "names"
-        self._seen: dict[
-            str, tuple[Stamp | None, CatalogEntry | None]
-        ] = {}  # archives never change, so each is read once
+        # Archives never change, so each is read once.
+        self._seen: dict[str, tuple[Stamp | None, CatalogEntry | None]] = {}
 
     def document(self, document_id: str) -> Path:
         """Where the archive of a document is or will be.
@@ -93,7 +83,7 @@ class CatalogFolder:
 
     def __contains__(self, document_id: str) -> bool:
         # The mark first: clearing up moves the document away before it takes the mark away.
-        if not is_document_id(document_id) or self._mark(document_id).exists():
+        if not is_document_id(document_id) or self._is_marked(document_id):
             return False
         return self.stamp(document_id) is not None or recover(self.document(document_id))
 
@@ -111,6 +101,8 @@ class CatalogFolder:
 
     def entries(self) -> list[CatalogEntry]:
         """Every document that is not marked, by name and then id; what cannot be read is logged and left out."""
+        for name in interrupted(_names(self._documents)):
+            recover(self._documents / name)
         marked, named = set(_names(self._removed)), set(_names(self._names_of))
         found = []
         for name in _names(self._documents):
@@ -119,28 +111,38 @@ class CatalogFolder:
         return sorted((entry for entry in found if entry is not None), key=lambda entry: (entry.name, entry.id))
 
     def _entry(self, document_id: str, *, has_names: bool = True) -> CatalogEntry | None:
-        path = self.document(document_id)
         try:
-            stamp = self.stamp(document_id)
-            seen, entry = self._seen.get(document_id, (None, None))
-            if entry is None or seen != stamp:
-                manifest = read_manifest(path)
-                self._check_common(manifest)
-                entry = _entry_of(document_id, path, manifest)
-                if stamp is not None:
-                    self._seen[document_id] = (stamp, entry)
-            names = self.names(document_id) if has_names else ()
+            return self._read_entry(document_id, has_names=has_names)
         except (ArchiveNotFoundError, ArchiveFormatError, ArchiveCorruptError, ArchiveReadError) as error:
-            if os.path.lexists(path):  # else it was cleared away between the two looks
+            if os.path.lexists(self.document(document_id)):  # else it was cleared away between the two looks
                 log.warning("catalog %s: document %s is left out: %s", self.path, document_id, error)
             return None
+
+    def _read_entry(self, document_id: str, *, has_names: bool = True) -> CatalogEntry:
+        path, stamp = self.document(document_id), self.stamp(document_id)
+        seen, entry = self._seen.get(document_id, (None, None))
+        if entry is None or seen != stamp:
+            manifest = read_manifest(path)
+            self._check_common(manifest)
+            entry = entry_of(document_id, path, manifest)
+            if stamp is not None:
+                self._seen[document_id] = (stamp, entry)
+        names = self.names(document_id) if has_names else ()
         return dataclasses.replace(entry, name=names[0], names=names) if names else entry
 
     def names(self, document_id: str) -> tuple[str, ...]:
-        """All names that a document was given, if it has more than that in its manifest, or another."""
-        folder = self._names_of / self.document(document_id).name
-        with system_errors(f"names of the document {document_id[:12]}..."):
-            texts = [read_bounded(folder / name, _LONGEST_NAME).decode("utf-8") for name in _names(folder)]
+        """All names that a document was given, if it has more than that in its manifest, or another.
+
+        A damaged one is logged and left out.
+        """
+        folder, texts = self._names_of / self.document(document_id).name, []
+        for file in _names(folder):
+            if is_document_id(file):  # else it is one that is being written
+                try:
+                    with system_errors(f"a name of the document {document_id[:12]}..."):
+                        texts.append(read_bounded(folder / file, _LONGEST_NAME).decode("utf-8"))
+                except (ArchiveNotFoundError, ArchiveCorruptError) as error:
+                    log.warning("catalog %s: %s", self.path, error)
         return tuple(sorted(texts))
 
     def named(self, entry: CatalogEntry) -> CatalogEntry:
@@ -148,29 +150,42 @@ class CatalogFolder:
         return self._entry(entry.id) or entry
 
     def add_name(self, document_id: str, name: str) -> None:
-        """Keep that a document is called `name`, too."""
+        """Keep that a document is called `name`, too; what UTF-8 cannot hold is replaced, as in a manifest.
+
+        Raises
+        ------
+        ConfigError
+            If the name is longer than any that is read.
+        """
+        name = name.encode("utf-8", "replace").decode()
+        if len(name.encode()) > _LONGEST_NAME:
+            raise ConfigError(f"the name {name[:20]!r}... is too long; give at most {_LONGEST_NAME} bytes")
         entry = self._entry(document_id)
         if entry is None or name in entry.names or not name:
             return
         with self._locked():
-            self._write_names(document_id, {*entry.names, name} - {""})
+            self._write_names(document_id, [each for each in (*entry.names, name) if each])
 
     def drop_name(self, document_id: str, name: str) -> bool:
         """Take a name from a document that has others; whether it has."""
         with self._locked():
             entry = self._entry(document_id)
-            names = set() if entry is None else set(entry.names)
+            names = () if entry is None else entry.names
             if name not in names or len(names) < 2:
                 return False
-            self._write_names(document_id, names - {name})
+            self._write_names(document_id, [each for each in names if each != name])
             return True
 
-    def _write_names(self, document_id: str, names: set[str]) -> None:
+    def _write_names(self, document_id: str, names: Sequence[str]) -> None:
+        """Write the names that a document has in future, in this order: those that it has come first.
+
+        So whoever dies half-way loses none of them.
+        """
         folder = self._names_of / self.document(document_id).name
         folder.mkdir(parents=True, exist_ok=True)
         files = {hashlib.sha256(name.encode()).hexdigest(): name for name in names}
         for file, name in files.items():
-            if not (folder / file).exists():
+            if not is_there(folder / file):
                 write_whole(folder / file, name.encode())
         for file in _names(folder):
             if file not in files:
@@ -207,16 +222,22 @@ class CatalogFolder:
 
         `stamp` is that of the archive that the caller saw. A removed document is checked byte by byte, so that to
         remove and add again mends a damaged one.
+
+        Raises
+        ------
+        ArchiveReadError
+            If the system did not let it be read just now.
         """
-        mark = self._mark(document_id)
-        if stamp is None or not self.is_whole(document_id, transforms, checksums=mark.exists()):
+        marked = self._is_marked(document_id)
+        if stamp is None or not self.is_whole(document_id, transforms, checksums=marked):
             return None
         with self._locked():
             if self.stamp(document_id) != stamp:
                 return None
-            if mark.exists():  # else there is nothing to change, and the catalog may be on a medium that is read only
-                mark.unlink(missing_ok=True)
-            return self._entry(document_id)
+            sweep_under_lock(self._documents, only=document_id)
+            if self._is_marked(document_id):  # else nothing changes, and the catalog may be on a read-only medium
+                self._mark(document_id).unlink(missing_ok=True)
+            return self._read_entry(document_id)
 
     def remove(self, document_id: str) -> None:
         """Mark a document as removed.
@@ -227,8 +248,10 @@ class CatalogFolder:
             If there is no such document, or it is removed already.
         """
         path, mark = self.document(document_id), self._mark(document_id)
+        if not os.path.lexists(path):
+            recover(path)
         with self._locked():
-            if mark.exists() or not os.path.lexists(path):
+            if self._is_marked(document_id) or not os.path.lexists(path):
                 raise self.not_found(document_id)
             self._removed.mkdir(exist_ok=True)
             mark.touch()
@@ -236,7 +259,7 @@ class CatalogFolder:
 
     def not_found(self, document_id: str) -> ArchiveNotFoundError:
         """The error for a document that is not there."""
-        why = "was removed from" if self._mark(document_id).exists() else "is not in"
+        why = "was removed from" if self._is_marked(document_id) else "is not in"
         return ArchiveNotFoundError(
             f"document {document_id[:12]}... {why} the catalog {str(self.path)!r}; add it again"
         )
@@ -273,80 +296,20 @@ class CatalogFolder:
     def _mark(self, document_id: str) -> Path:
         return self._removed / self.document(document_id).name
 
+    def _is_marked(self, document_id: str) -> bool:
+        with system_errors(f"document {document_id[:12]}... of the catalog {str(self.path)!r}"):
+            return is_there(self._mark(document_id))
+
     @contextmanager
     def _locked(self) -> Iterator[None]:
         try:
             self._documents.mkdir(exist_ok=True)
             with publishing_in(self._documents):
                 yield
-        except ArchiveNotFoundError:
+        except RagkvError:
             raise
         except OSError as error:
             raise ConfigError(f"cannot change the catalog {str(self.path)!r}: {error.strerror}") from error
-
-
-def find_entry(entries: list[CatalogEntry], word: str) -> CatalogEntry:
-    """The one document that `word` names: an id, a whole name, the start of an id, or the last part of a path.
-
-    The start of an id has `MIN_ID` characters or more.
-
-    Raises
-    ------
-    ArchiveNotFoundError
-        If there is none.
-    ConfigError
-        If there are several; they are named.
-    """
-    start = word.lower() if len(word) >= MIN_ID else None
-    exact = [entry for entry in entries if entry.id == start]
-    found = exact or [entry for entry in entries if word and word in entry.names]
-    found = found or [entry for entry in entries if start and entry.id.startswith(start)]
-    found = found or [entry for entry in entries if word and word in map(_base, entry.names)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise ConfigError(f"{word!r} is {len(found)} documents: {_listed(found)}; give the start of one id")
-    held = f"it holds {_listed(entries)}" if entries else "it is empty"
-    raise ArchiveNotFoundError(
-        f"no document {word!r} in the catalog: {held}; give a name or at least {MIN_ID} characters of an id"
-    )
-
-
-def with_match(entries: list[CatalogEntry], match: str) -> list[CatalogEntry]:
-    """The documents with `match` in their name, in any case, or at the start of their id."""
-    wanted = match.casefold()
-    return [
-        entry
-        for entry in entries
-        if any(wanted in name.casefold() for name in entry.names) or entry.id.startswith(wanted)
-    ]
-
-
-def _base(name: str) -> str:
-    """The last part of a name that is a path."""
-    return name.replace("\\", "/").rpartition("/")[2]
-
-
-def _listed(entries: list[CatalogEntry]) -> str:
-    shown = [f"{entry.id[:12]} ({entry.name})" if entry.name else entry.id[:12] for entry in entries[:5]]
-    return ", ".join(shown) + (", ..." if len(entries) > len(shown) else "")
-
-
-def _entry_of(document_id: str, path: Path, manifest: Manifest) -> CatalogEntry:
-    return CatalogEntry(
-        id=document_id,
-        name=manifest.document_name,
-        tokens=manifest.document_tokens,
-        bytes=sum(entry.bytes for entry in manifest.files.values()),
-        built=False,
-        path=path,
-        names=(manifest.document_name,),
-    )
-
-
-def as_built(entry: CatalogEntry, built: bool) -> CatalogEntry:
-    """The same entry, saying whether its archive was built just now."""
-    return dataclasses.replace(entry, built=built)
 
 
 def _names(folder: Path) -> list[str]:
@@ -354,13 +317,18 @@ def _names(folder: Path) -> list[str]:
         return sorted(found.name for found in folder.iterdir())
     except FileNotFoundError:
         return []
-    except OSError as error:
+    except NotADirectoryError as error:
         raise ConfigError(f"{str(folder)!r} of a catalog cannot be read: {error.strerror}") from error
+    except OSError as error:
+        raise ArchiveReadError(f"{str(folder)!r} of a catalog cannot be read: {error.strerror}") from error
 
 
 def _put_aside(path: Path) -> Path:
-    """Rename a document out of the way: from then on nobody finds half of it."""
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}.old")
+    """Rename a document out of the way: from then on nobody finds half of it.
+
+    The name is one that is cleared away where this process dies, not one of an archive that is put back.
+    """
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     path.rename(aside)
     return aside
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragkv.archive.files import read_bounded, stamp_of, system_errors
+from ragkv.archive.files import is_there, local_path, read_bounded, stamp_of, system_errors
 from ragkv.archive.manifest import FORMAT_VERSION, MANIFEST_FILE, checked_fingerprint, checked_layout
-from ragkv.archive.publish import LOCK_FILE, publishing_in, write_whole
+from ragkv.archive.publish import LOCK_FILE, publishing_in, sweep_under_lock, write_whole
 from ragkv.archive.sealed import LONGEST, sealed_text, text, unsealed
 from ragkv.errors import ArchiveCorruptError, ArchiveFormatError, ArchiveNotFoundError, ConfigError
 from ragkv.model.fingerprint import Fingerprint, json_sha256
@@ -114,7 +114,7 @@ def read_head(folder: str | Path) -> CatalogHead:
     ArchiveFormatError, ArchiveCorruptError
         If its head is of another version, or was altered.
     """
-    folder = Path(folder)
+    folder = local_path(folder)
     try:
         with system_errors(f"{str(folder)!r}: {CATALOG_FILE}"):
             return CatalogHead.from_json(read_bounded(folder / CATALOG_FILE, LONGEST).decode("utf-8"))
@@ -135,11 +135,12 @@ def has_head(folder: str | Path) -> bool:
     ConfigError
         If something else stands there, so that no catalog can be made in this place.
     """
-    folder = Path(folder)
+    folder = local_path(folder)
     with system_errors(f"{str(folder)!r}: {CATALOG_FILE}"):
         if stamp_of(folder / CATALOG_FILE) is not None:
             return True
-    if folder.exists() and (not folder.is_dir() or any(not _is_leftover(found) for found in folder.iterdir())):
+        is_free = not is_there(folder) or (folder.is_dir() and all(map(_is_leftover, folder.iterdir())))
+    if not is_free:
         raise ConfigError(f"{str(folder)!r} exists and is not a catalog; choose another place")
     return False
 
@@ -152,12 +153,13 @@ def write_head(folder: str | Path, head: CatalogHead) -> None:
     ConfigError
         If the folder cannot be written, or something other than a catalog stands there.
     """
-    folder, raw = Path(folder), head.to_json()
+    folder, raw = local_path(folder), head.to_json()
     if CatalogHead.from_json(raw) != head:
         raise ArchiveCorruptError(f"{CATALOG_FILE} does not read back as it was written")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with publishing_in(folder):
+            sweep_under_lock(folder, only=CATALOG_FILE)
             if not has_head(folder):
                 write_whole(folder / CATALOG_FILE, raw.encode())
     except OSError as error:

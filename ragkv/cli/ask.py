@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ragkv.cli.common import DeviceOption, DtypeOption, JsonOption, load, progress
+from ragkv.cli.common import DeviceOption, DtypeOption, JsonOption, load, local, progress
 from ragkv.cli.options import (
     ArchiveOption,
     BudgetOption,
@@ -43,7 +43,8 @@ def ask(
         str | None, typer.Option(help="The model it was built with. [default: the name it was built by]")
     ] = (None),
     recipe: Annotated[
-        Path | None, typer.Option(help="Recipe file whose [recall] table to follow. [default: the archive's own]")
+        Path | None,
+        typer.Option(callback=local, help="Recipe file whose [recall] table to follow. [default: the archive's own]"),
     ] = None,
     budget: BudgetOption = None,
     top_m: TopMOption = None,
@@ -64,7 +65,10 @@ def ask(
     stream: Annotated[bool, typer.Option("--stream", help="Print the answer while it is generated.")] = False,
     report: Annotated[
         Path | None,
-        typer.Option(help="Write a page that shows where the answer looked: one HTML file, to be shown to others."),
+        typer.Option(
+            callback=local,
+            help="Write a page that shows where the answer looked: one HTML file, to be shown to others.",
+        ),
     ] = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from ragkv.cli.common import DeviceOption, DtypeOption, JsonOption, LayoutOption, choose_layout, load, progress
+from ragkv.cli.common import DeviceOption, DtypeOption, JsonOption, LayoutOption, choose_layout, load, local, progress
 from ragkv.cli.options import BudgetOption
 from ragkv.cli.output import format_bytes, out, print_json
 from ragkv.errors import ConfigError
@@ -25,13 +25,20 @@ def bench(
         None
     ),
     budget: BudgetOption = None,
-    recipe: Annotated[Path | None, typer.Option(help="TOML file that says how to build and recall.")] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(callback=local, help="TOML file that says how to build and recall.")
+    ] = None,
     text: Annotated[
-        Path | None, typer.Option(help="Document to measure on. [default: the Python reference that ships with Python]")
+        Path | None,
+        typer.Option(
+            callback=local, help="Document to measure on. [default: the Python reference that ships with Python]"
+        ),
     ] = None,
     questions: Annotated[
         Path | None,
-        typer.Option(help="Questions about the text, one a line. [default: sentences of it are to be continued]"),
+        typer.Option(
+            callback=local, help="Questions about the text, one a line. [default: sentences of it are to be continued]"
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(help="Decode steps timed.")] = 48,
     layout: LayoutOption = "auto",

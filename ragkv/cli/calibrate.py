@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragkv.cli.common import DeviceOption, DtypeOption, JsonOption, load, progress
+from ragkv.cli.common import DeviceOption, DtypeOption, JsonOption, load, local, progress
 from ragkv.cli.output import out, print_json, print_note
 from ragkv.errors import MissingExtraError
 from ragkv.recipe import Recipe
@@ -28,14 +28,20 @@ QUICK_QUESTIONS = 12
 def calibrate(
     *,
     archive: Annotated[
-        list[Path], typer.Option(help="Folder of an archive; repeat for more of the same model.", show_default=False)
+        list[Path],
+        typer.Option(
+            callback=local, help="Folder of an archive; repeat for more of the same model.", show_default=False
+        ),
     ],
-    out_dir: Annotated[Path, typer.Option("--out", help="New folder for the results, or that of a run to go on with.")],
+    out_dir: Annotated[
+        Path, typer.Option("--out", callback=local, help="New folder for the results, or that of a run to go on with.")
+    ],
     questions: Annotated[
         Path | None,
         typer.Option(
+            callback=local,
             help='One question a line; or JSON Lines, {"question": "...", "answers": ["..."], "document": "report"}, '
-            "the last two optional; document is the name of an archive's folder. [default: made from the documents]"
+            "the last two optional; document is the name of an archive's folder. [default: made from the documents]",
         ),
     ] = None,
     task: Annotated[
@@ -62,7 +68,10 @@ def calibrate(
         typer.Option(help="Tokens recalled, to try; repeat for more. [default: 64 128 256 512 1024]"),
     ] = None,
     recipe: Annotated[
-        Path | None, typer.Option(help="Recipe that supplies all else and is compared. [default: the default recipe]")
+        Path | None,
+        typer.Option(
+            callback=local, help="Recipe that supplies all else and is compared. [default: the default recipe]"
+        ),
     ] = None,
     n_questions: Annotated[
         int | None,

@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragkv.cli.common import DeviceOption, DtypeOption, JsonOption, LayoutOption, choose_layout, load, progress
+from ragkv.cli.common import (
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    LayoutOption,
+    choose_layout,
+    fault_of,
+    load,
+    local,
+    progress,
+    read_documents,
+    source_name,
+)
 from ragkv.cli.output import err, format_bytes, out, print_json
 from ragkv.errors import ConfigError, RagkvError
 from ragkv.recipe import Recipe
@@ -19,7 +31,9 @@ if TYPE_CHECKING:
 ID_SHOWN = 12
 """Characters of an id in tables; the start of an id names a document as well as the whole."""
 
-Folder = Annotated[Path, typer.Argument(metavar="CATALOG", help="Folder of the catalog.", show_default=False)]
+Folder = Annotated[
+    Path, typer.Argument(callback=local, metavar="CATALOG", help="Folder of the catalog.", show_default=False)
+]
 
 catalog = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -41,7 +55,9 @@ def describe() -> None:
 @catalog.command()
 def add(
     folder: Folder,
-    files: Annotated[list[Path], typer.Argument(help="UTF-8 text files, one document each.", show_default=False)],
+    files: Annotated[
+        list[Path], typer.Argument(callback=local, help="UTF-8 text files, one document each.", show_default=False)
+    ],
     *,
     model: Annotated[
         str | None,
@@ -50,45 +66,49 @@ def add(
         ),
     ] = None,
     recipe: Annotated[
-        Path | None, typer.Option(help="TOML file that says how a new catalog's archives are built.")
+        Path | None, typer.Option(callback=local, help="TOML file that says how a new catalog's archives are built.")
     ] = None,
     layout: LayoutOption = "auto",
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Remove other documents of the same name once the new one is in.")
+        bool,
+        typer.Option(
+            "--replace",
+            help="Take the names from other documents; one that has no other is removed.",
+        ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Add documents to a catalog; makes the catalog if there is none, which needs --model.
 
-    A text that is in the catalog already is left as it is, under the name it was first added by, so an interrupted run
-    can simply be repeated; one that was removed comes back without being built, under the name it had. Recipe and
-    layout are the catalog's: given again, they must be the same. A document that fails does not stop the others.
+    A document's name is the path as it is given here: a/r.txt and b/r.txt are two documents. A text that is in the
+    catalog already is not built again and has this name, too, so an interrupted run can simply be repeated; one that
+    was removed comes back without being built. Recipe and layout are the catalog's: given again, they must be the same.
+    A file that cannot be read or archived does not stop the others: it is listed at the end, with exit code 2.
 
     \b
     Examples:
       ragkv catalog add library reports/*.txt --model demo
       ragkv catalog add library reports/march.txt --replace
     """
-    from ragkv.text import read_text
-
     settings = Recipe.from_toml(recipe) if recipe else None
-    if replace and len({path.name for path in files}) < len(files):
-        raise ConfigError("two files have the same name, and with --replace the second would remove the first")
-    documents = [(path, read_text(path)) for path in files]  # before the model, so that a wrong name costs nothing
+    documents, faults = read_documents(files)
     into = _open_to_add(folder, model, settings, layout=layout, dtype=dtype, device=device)
     rows: list[dict[str, Any]] = []
-    faults: list[dict[str, str]] = []
     for path, text in documents:
         try:
-            kept = {row["id"] for row in rows}  # a text may be in under the name of a file that has another text now
-            rows.append(_add_one(into, path, text, kept=kept if replace else None))
+            rows.append(_add_one(into, path, text))
         except RagkvError as error:
-            faults.append({"file": str(path), "error": " ".join(str(error).split())})
+            faults.append(fault_of(path, error))
         else:
-            if not as_json:
+            if not as_json and not replace:
                 _show_added(rows[-1])
+    if replace:  # once all are in, because a text may have moved from one of the files to another
+        for row in rows:
+            row["replaced"] = _replace(into, row["id"], row["name"])
+            if not as_json:
+                _show_added(row)
     if as_json:
         print_json({"catalog": str(folder), "documents": rows, "failed": faults})
     _end(faults, "file")
@@ -230,17 +250,20 @@ def _open_to_add(
     return Catalog.create(folder, loaded, layout=chosen, recipe=recipe)
 
 
-def _add_one(into: Catalog, path: Path, text: str, *, kept: set[str] | None) -> dict[str, Any]:
-    """Add one file; with `kept`, other documents of its name are removed, but not these ids."""
-    name = path.name.encode("utf-8", "replace").decode()  # a file name need not be UTF-8, the archive's name is
+def _add_one(into: Catalog, path: Path, text: str) -> dict[str, Any]:
+    """Add one file under its path as it was given."""
+    name = source_name(path)
     with progress(path.name) as report:
         entry = into.add(text, name=name, on_progress=report)
-    replaced = []
-    if kept is not None:
-        replaced = [old.id for old in into.entries() if old.name == name and old.id not in {entry.id, *kept}]
-    for old in replaced:
-        into.remove(old)
-    return {"file": str(path), **_row(entry), "built": entry.built, "replaced": replaced}
+    return {"file": str(path), **_row(entry), "name": name, "built": entry.built, "replaced": []}
+
+
+def _replace(into: Catalog, document_id: str, name: str) -> list[str]:
+    """Take `name` from every other document; the ids of those that had it. One that has other names keeps them."""
+    others = [old.id for old in into.entries() if name in old.names and old.id != document_id]
+    for other in others:
+        into.remove(other, name=name)
+    return others
 
 
 def _row(entry: CatalogEntry) -> dict[str, Any]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.progress import (
@@ -20,7 +20,7 @@ from rich.progress import (
 )
 
 from ragkv.cli.output import err
-from ragkv.errors import ConfigError
+from ragkv.errors import ConfigError, RagkvError
 
 if TYPE_CHECKING:
     from ragkv.model.load import LoadedModel
@@ -28,14 +28,28 @@ if TYPE_CHECKING:
 
 Report = Callable[[str, int, int], None]
 
+Given = TypeVar("Given")
+
+
+def local(given: Given) -> Given:
+    """The callback of every option and argument that takes paths: refuses URLs before anything is done."""
+    from ragkv.archive.files import local_path
+
+    for path in given if isinstance(given, list | tuple) else [given]:
+        if isinstance(path, str | Path):
+            local_path(path)
+    return given
+
+
 DtypeOption = Annotated[str | None, typer.Option(help="bf16, fp16 or fp32. [default: the checkpoint's own]")]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ... [default: cuda if there is one]")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else there.")]
 LayoutOption = Annotated[
     str,
     typer.Option(
+        callback=local,
         help="Prompt around the document: auto, plain, chat, or a TOML file with 'prompt' (holding {document} and "
-        "{question}) and an optional list 'stop'."
+        "{question}) and an optional list 'stop'.",
     ),
 ]
 
@@ -65,6 +79,7 @@ def read_layout(path: Path) -> PromptLayout:
     """A layout from a TOML file with the key ``prompt`` and an optional list ``stop``."""
     from ragkv.model.prompt import PromptLayout
 
+    local(path)
     if path.suffix != ".toml":
         raise ConfigError(f"layout is {str(path)!r}; give auto, plain, chat or a .toml file")
     try:
@@ -75,6 +90,39 @@ def read_layout(path: Path) -> PromptLayout:
     if values or not isinstance(prompt, str) or not isinstance(stop, list) or not all(isinstance(s, str) for s in stop):
         raise ConfigError(f"layout file {str(path)!r} must hold 'prompt', a text, and may hold 'stop', a list of texts")
     return PromptLayout.from_prompt(prompt, stop=tuple(stop))
+
+
+def source_name(path: Path) -> str:
+    """A path as it was given, as the name of its document: bytes of it that are not UTF-8 are written out."""
+    return str(path).encode("utf-8", "backslashreplace").decode()
+
+
+def read_documents(files: Sequence[Path]) -> tuple[list[tuple[Path, str]], list[dict[str, str]]]:
+    """Read every document before a model is loaded, so that a wrong name costs nothing.
+
+    Returns those that can be read, and of the others the file and the error.
+
+    Raises
+    ------
+    ConfigError
+        If none can be read.
+    """
+    from ragkv.text import read_text
+
+    documents, faults = [], []
+    for path in dict.fromkeys(files):
+        try:
+            documents.append((path, read_text(path)))
+        except ConfigError as error:
+            faults.append(fault_of(path, error))
+    if not documents:
+        raise ConfigError("; ".join(fault["error"] for fault in faults))
+    return documents, faults
+
+
+def fault_of(path: Path, error: RagkvError) -> dict[str, str]:
+    """What is told of a file that failed."""
+    return {"file": str(path), "error": " ".join(str(error).split())}
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from ragkv.cli.common import (
     Report,
     choose_layout,
     load,
+    local,
     read_layout,
 )
 from ragkv.cli.output import err, format_bytes, out, print_json, print_note
@@ -34,21 +35,24 @@ if TYPE_CHECKING:
 def evaluate(
     *,
     model: Annotated[str, typer.Option(help="'demo', a hub id, a local folder or a .gguf file.")],
-    data: Annotated[Path, typer.Option(help="Folder with the files of the suites.")],
+    data: Annotated[Path, typer.Option(callback=local, help="Folder with the files of the suites.")],
     suite: Annotated[
         list[str],
         typer.Option(
             help="xquad-en, xquad-zh, kv75, babi-qa1, babi-qa2, squality-entities or perplexity; repeat for more."
         ),
     ],
-    out_dir: Annotated[Path, typer.Option("--out", help="Folder for results; a stopped run goes on there.")],
+    out_dir: Annotated[
+        Path, typer.Option("--out", callback=local, help="Folder for results; a stopped run goes on there.")
+    ],
     documents: Annotated[int, typer.Option(help="Documents in each suite.")] = 4,
     items: Annotated[int, typer.Option(help="Questions for each document.")] = 6,
     tokens: Annotated[int, typer.Option(help="The most tokens of prefix and document, as the model counts.")] = 8192,
     recipe: Annotated[
         list[str] | None,
         typer.Option(
-            help="TOML file of an archive to measure, named by its stem, or 'default'; repeat for more. [default]"
+            callback=local,
+            help="TOML file of an archive to measure, named by its stem, or 'default'; repeat for more. [default]",
         ),
     ] = None,
     budget: Annotated[

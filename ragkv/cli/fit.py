@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ragkv.cli.common import JsonOption
+from ragkv.cli.common import JsonOption, local
 from ragkv.cli.ledger import Subject, find_subject, print_notes
 from ragkv.cli.output import out, print_json
 from ragkv.errors import ConfigError
@@ -26,8 +26,9 @@ VERDICT_STYLES = {"fits": "bold green", "pilot first": "bold yellow", "does not 
 LogOption = Annotated[
     Path | None,
     typer.Option(
+        callback=local,
         help="Requests as JSON Lines, in order: context_tokens, and where known document, looked_back or "
-        "cited_position, ttft_s. What it says is not to be said again by an option."
+        "cited_position, ttft_s. What it says is not to be said again by an option.",
     ),
 ]
 ReuseOption = Annotated[float | None, typer.Option(help="How often a document is asked, mean.")]
@@ -77,7 +78,9 @@ def fit(
     dtype: Annotated[str, typer.Option(help="Dtype of cache and weights: bf16, fp16 or fp32.")] = "bf16",
     batch: Annotated[int, typer.Option(help="Sequences held at once.")] = 1,
     gpu_memory: Annotated[str | None, typer.Option(help="Memory of the card: 24GiB, 24GB, or 24 for GiB.")] = None,
-    recipe: Annotated[Path | None, typer.Option(help="TOML file that says how the archive is built.")] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(callback=local, help="TOML file that says how the archive is built.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say whether ragkv suits a workload, and when not to use it.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ragkv.cli.common import local
 from ragkv.cli.output import format_bytes, out, print_json, print_note
 from ragkv.errors import ConfigError
 from ragkv.recipe import Recipe
@@ -46,8 +47,12 @@ def ledger(
     dtype: Annotated[str, typer.Option(help="Dtype of cache and weights: bf16, fp16 or fp32.")] = "bf16",
     batch: Annotated[int, typer.Option(help="Sequences of that length held at once.")] = 1,
     gpu_memory: Annotated[str | None, typer.Option(help="Memory of the card: 24GiB, 24GB, or 24 for GiB.")] = None,
-    recipe: Annotated[Path | None, typer.Option(help="TOML file that says how the archive is built.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Also draw KV against context length: .png or .svg.")] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(callback=local, help="TOML file that says how the archive is built.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(callback=local, help="Also draw KV against context length: .png or .svg.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, sizes in bytes.")] = False,
 ) -> None:
     """Show what the KV cache costs in bytes, and what an archive would leave of it.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ragkv.cli.common import Report
+from ragkv.cli.common import Report, local
 from ragkv.errors import ConfigError, ModelMismatchError
 from ragkv.recipe import RecallPolicy, Recipe
 
@@ -64,11 +64,15 @@ def choose_policy(
 
 ArchiveOption = Annotated[
     list[Path] | None,
-    typer.Option(help="Folder of the archive, as 'ragkv build' printed it; repeat it to ask several at once."),
+    typer.Option(
+        callback=local, help="Folder of the archive, as 'ragkv build' printed it; repeat it to ask several at once."
+    ),
 ]
 CatalogOption = Annotated[
     Path | None,
-    typer.Option(help="Ask documents of this catalog, as 'ragkv catalog add' made it, instead of archives."),
+    typer.Option(
+        callback=local, help="Ask documents of this catalog, as 'ragkv catalog add' made it, instead of archives."
+    ),
 ]
 DocumentOption = Annotated[
     list[str] | None,

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ragkv.cli.common import local
 from ragkv.cli.output import print_json
 from ragkv.errors import ArchiveNotFoundError
 
@@ -14,7 +15,9 @@ EXIT_FAULTS = 1
 
 
 def verify(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR", help="Folders of archives.", show_default=False)],
+    folders: Annotated[
+        list[Path], typer.Argument(callback=local, metavar="DIR", help="Folders of archives.", show_default=False)
+    ],
     *,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:

@@ -170,7 +170,7 @@ def _document(archive: Archive, layer: ArchivedLayer, keys: torch.Tensor, values
         numbers = torch.arange(n_clusters, device=keys.device)
         labels = torch.stack([numbers.repeat_interleave(sizes) for sizes in table.sizes.long()])
         cluster.scatter_(1, position, labels)
-        centroids, bias = table.centroids(), table.bias()
+        centroids, bias = table.centroids(), table.bias(table.spread_scales())
         for whole, archived in zip((decoded_keys, decoded_values), decode_rows(table), strict=True):
             whole.scatter_(1, position.unsqueeze(-1).expand_as(archived), archived)
         sums = group_sums(values, cluster, n_clusters + 1)[:, :n_clusters]

@@ -246,6 +246,7 @@ class _PartView:
 
     def __init__(self, query: torch.Tensor, part: Part) -> None:
         self.part, self.table = part, part.layer.clusters
+        self.scales = query.new_empty(0) if self.table is None else self.table.spread_scales()
         self.query = query if part.turn is None else query @ part.turn
         self.flat = self.query.flatten(1, 2)
         products = torch.bmm(self.flat, part.layer.keys.float().transpose(1, 2))
@@ -264,7 +265,7 @@ class _PartView:
             return held
         held = held.clone() if held is self.products else held  # the products are needed as they are
         if self.table is not None:
-            held[..., : part.n_clusters] += self.table.bias()[:, None, None]
+            held[..., : part.n_clusters] += self.table.bias(self.scales)[:, None, None]
         if part.exact_bias is not None:
             held[..., part.n_clusters :] += part.exact_bias
         return held
@@ -300,7 +301,7 @@ def _choose(documents: list[_PartView], mass: torch.Tensor, layer: PlacedLayer, 
         table = document.table
         if table is not None:
             masses.append(mass[..., column : column + table.n_clusters])
-            worths.append(_worth(document.query, table, masses[-1]))
+            worths.append(_worth(document, table, masses[-1]))
         column += document.part.n_held
     share = None if limit.mass is None else torch.cat(masses, dim=-1).mean(2)
     sizes = layer.sizes if layer.sizes is not None else mass.new_zeros(0)
@@ -352,16 +353,16 @@ def _rescaled(logits: torch.Tensor, layer: PlacedLayer, *, n_others: int) -> tor
     return torch.where(of_document, logits + shift, logits)
 
 
-def _worth(query: torch.Tensor, table: ClusterTable, mass: torch.Tensor) -> torch.Tensor:
+def _worth(document: _PartView, table: ClusterTable, mass: torch.Tensor) -> torch.Tensor:
     """What recalling each cluster is worth to each row: (n_kv_heads, n_rows, n_clusters).
 
     The `mass` (n_kv_heads, n_rows, group, n_clusters) that the cluster would have if all its keys were one standard
     deviation of the logit nearer to the query than their centroid, times its priority. A cluster that may hide a sharp
     match comes before a flat one of the same mass.
     """
-    deviation = table.logit_deviation(query.flatten(1, 2))
+    deviation = table.logit_deviation(document.flat, document.scales)
     reached = deviation.clamp_max_(_MAX_DEVIATION).exp_().view_as(mass).mul_(mass)
-    return reached.sum(2).mul_(table.priority().unsqueeze(1))
+    return reached.sum(2).mul_(table.priority(document.scales).unsqueeze(1))
 
 
 def _near_products(query: torch.Tensor, payload: Payload, recalled: Recalled, products: torch.Tensor) -> torch.Tensor:

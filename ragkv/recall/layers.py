@@ -11,14 +11,12 @@ import torch
 from ragkv.archive.codec import scale_of
 from ragkv.archive.payload import Payload, rounded
 from ragkv.archive.prototypes import Prototypes, smallest_dtype
-from ragkv.archive.rows import RowsFile, payload_start
+from ragkv.archive.rows import LENGTH_BYTES, RowsFile, payload_start
 from ragkv.archive.transforms import LayerTransforms
 from ragkv.errors import ArchiveCorruptError
 
 MAX_CORRECTION = 0.5
 """Limit of the Jensen correction, in nats; measured best of 0.35, 0.5, 0.7 and 1."""
-
-_LENGTH_BYTES = 4  # in front of each cluster's tokens in the rows file
 
 
 @dataclass(frozen=True)
@@ -92,50 +90,46 @@ class ClusterTable:
     def resident_bytes(self) -> int:
         return self.prototypes.resident_bytes + self.address.nbytes
 
-    def bias(self) -> torch.Tensor:
+    def spread_scales(self) -> torch.Tensor:
+        """What the measures of spread stand for: (n_kv_heads, n_clusters, 2 + n_axes) float32, see `Prototypes`."""
+        return scale_of(self.prototypes.spreads)
+
+    def bias(self, scales: torch.Tensor) -> torch.Tensor:
         """The additive logit of each prototype: log(size) with its Jensen correction, (n_kv_heads, n_clusters) float32.
 
-        -inf where a head has fewer clusters.
+        -inf where a head has fewer clusters. `scales` are those of `spread_scales`.
         """
-        return self.sizes.float().log_().add_(self._correction())
+        return self.sizes.float().log_().add_(jensen_correction(scales[..., 0].square()))
 
-    def priority(self) -> torch.Tensor:
+    def priority(self, scales: torch.Tensor) -> torch.Tensor:
         """What a cluster's mass is weighted with when clusters are ranked: (n_kv_heads, n_clusters) float32.
 
         How far the cluster's values lie from the mean, next to the spread of this query's logit inside it; the Jensen
         correction is taken out of the mass again.
         """
-        value_spread = scale_of(self.prototypes.spreads[..., 1])
-        return value_spread.clamp_min_(torch.finfo(torch.float32).tiny).mul_(self._correction().neg_().exp_())
+        correction = jensen_correction(scales[..., 0].square())
+        return scales[..., 1].clamp_min(torch.finfo(torch.float32).tiny).mul_(correction.neg_().exp_())
 
-    def _correction(self) -> torch.Tensor:
-        return jensen_correction(scale_of(self.prototypes.spreads[..., 0]).square_())
-
-    def axis_variances(self) -> torch.Tensor:
-        """Mean squares of the places of keys along each axis: (n_kv_heads, n_clusters, n_axes) float32."""
-        return scale_of(self.prototypes.spreads[..., 2:]).square_()
-
-    def key_products(self, query: torch.Tensor) -> torch.Tensor:
-        """Products of `query` (n_kv_heads, n, key_dim) float32 with all centroids: (n_kv_heads, n, n_clusters)."""
-        transforms = self.transforms
-        along = transforms.key_prototypes.along(query)
-        numbers = transforms.key_prototypes.numbers(self.prototypes.key_codes)
-        return torch.baddbmm(query @ transforms.key_mean.unsqueeze(-1), along, numbers.transpose(1, 2))
-
-    def value_sums(self, weights: torch.Tensor) -> torch.Tensor:
-        """Mean values summed with `weights` (n_kv_heads, n, n_clusters) float32: (n_kv_heads, n, value_dim)."""
-        transforms = self.transforms
-        numbers = transforms.value_prototypes.numbers(self.prototypes.value_codes)
-        total = weights.sum(-1, keepdim=True) * transforms.value_mean.unsqueeze(1)
-        return total + transforms.value_prototypes.restored(torch.bmm(weights, numbers))
-
-    def logit_deviation(self, query: torch.Tensor) -> torch.Tensor:
+    def logit_deviation(self, query: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """Standard deviation of the logits of each cluster's keys: (n_kv_heads, n, n_clusters) float32.
 
         `query` (n_kv_heads, n, key_dim) float32, scaled.
         """
         along = torch.bmm(query, self.transforms.key_axes.float().transpose(1, 2)).square_()
-        return torch.bmm(along, self.axis_variances().transpose(1, 2)).sqrt_()
+        return torch.bmm(along, scales[..., 2:].square().transpose(1, 2)).sqrt_()
+
+    def key_products(self, query: torch.Tensor) -> torch.Tensor:
+        """Products of `query` (n_kv_heads, n, key_dim) float32 with all centroids: (n_kv_heads, n, n_clusters)."""
+        basis = self.transforms.key_prototypes
+        along = basis.along(query)
+        same = query @ self.transforms.key_mean.unsqueeze(-1) + (along @ basis.middles).unsqueeze(-1)
+        return torch.baddbmm(same, along, basis.levels(self.prototypes.key_codes).transpose(1, 2))
+
+    def value_sums(self, weights: torch.Tensor) -> torch.Tensor:
+        """Mean values summed with `weights` (n_kv_heads, n, n_clusters) float32: (n_kv_heads, n, value_dim)."""
+        basis, mass = self.transforms.value_prototypes, weights.sum(-1, keepdim=True)
+        numbers = torch.bmm(weights, basis.levels(self.prototypes.value_codes)).add_(mass * basis.middles)
+        return basis.restored(numbers).add_(mass * self.transforms.value_mean.unsqueeze(1))
 
     def centroids(self) -> torch.Tensor:
         """Centroids as they are attended: (n_kv_heads, n_clusters, key_dim) float32."""
@@ -211,16 +205,16 @@ def cluster_table(
     last = np.cumsum(of_group)
     if not len(last) or last[-1] != len(flat) or not np.isin(np.cumsum(counts), last).all():
         raise ArchiveCorruptError("row groups and clusters do not fit together")
-    n_bytes = flat * payload.row_bytes + _LENGTH_BYTES
+    n_bytes = flat * payload.row_bytes + LENGTH_BYTES
     before = np.cumsum(n_bytes) - n_bytes
     group = np.repeat(np.arange(len(of_group)), of_group)
     first = last - of_group  # first cluster of each row group
     ends = np.append(before[first[1:]], n_bytes.sum())
     starts = [
-        payload_start(rows, groups[0] + place, int(stop - before[begin]) - _LENGTH_BYTES * int(count))
+        payload_start(rows, groups[0] + place, int(stop - before[begin]) - LENGTH_BYTES * int(count))
         for place, (begin, stop, count) in enumerate(zip(first, ends, of_group, strict=True))
     ]
-    address = np.asarray(starts)[group] + before - before[first[group]] + _LENGTH_BYTES
+    address = np.asarray(starts)[group] + before - before[first[group]] + LENGTH_BYTES
     first_byte = int(address.min())
     placed = np.zeros_like(sizes)
     placed[used] = address - first_byte
