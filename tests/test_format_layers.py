@@ -1,4 +1,4 @@
-"""Rows, codes and prototypes as ``indexes/FORMAT.md`` states them: readers written from that text alone find the same."""
+"""Rows, codes and prototypes as ``indexes/FORMAT.md`` states them: readers written from it alone find the same."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_bits_of_rows_survive_decoded_and_mapped(dtype: torch.dtype, tmp_path: P
     assert b"".join(pq.read_table(path)["key_value"].to_pylist()) == payload.numpy().tobytes()
     mapped, chunk = RowsFile(path, rows_entry(path)).mapped, pq.read_metadata(path).row_group(0).column(4)
     end = chunk.data_page_offset + chunk.total_compressed_size
-    raw = mapped[end - 8 * payload.shape[1] : end].view(8, -1)
+    raw = mapped[end - 8 * payload.shape[1] : end].view(8, -1).clone()  # an address has no alignment
     assert torch.equal(raw, payload[4:])
     assert torch.equal(to_bits(from_bits(raw, dtype)), to_bits(numbers[4:]))
 
@@ -320,10 +320,9 @@ def decoded_by_hand(folder: Path) -> tuple[np.ndarray, np.ndarray]:
         value_codes = np.array([list(row["value_code"]) for row in table[clusters]])
         lines = [row for row in row_list(folder) if (row["layer"], row["kv_head"]) == (LAYER, head)]
         lines = [row for row in lines if row["cluster"] != EXACT]
-        raw = np.concatenate(
-            [np.frombuffer(row["key_value"], np.uint8).reshape(len(row["positions"]), -1) for row in lines]
-        )
-        of = np.repeat(np.arange(len(lines)), [len(row["positions"]) for row in lines])
+        sizes = [len(row["positions"]) for row in lines]
+        raw = np.frombuffer(b"".join(row["key_value"] for row in lines), np.uint8).reshape(sum(sizes), -1)
+        of = np.repeat(np.arange(len(lines)), sizes)
         at = 0
         for name, codes, out in (("key", key_codes[clusters], keys), ("value", value_codes, values)):
             kept, token = (
@@ -358,21 +357,15 @@ def test_a_coded_row_takes_the_bytes_of_its_codecs(coded: Path) -> None:
     assert row_bytes_of(coded, LAYER) == 1 + 8 + 1 + 6  # 4 and 3 bits for 16 numbers
 
 
-def test_spreads_are_those_of_the_tokens(built: Path) -> None:
+def test_the_spread_of_values_is_that_of_the_tokens(built: Path) -> None:
     """Of a lossless archive, whose rows are what the model computed; a scale code is off by half an eighth octave."""
     table = table_of(built)
-    keys, values = (each.double() for each in decode_rows(table))
-    transforms, centroids = table.transforms, table.centroids().double()
+    _keys, values = decode_rows(table)
     for head in range(2):
         sizes = table.sizes[head][table.sizes[head] > 0].long()
-        spreads = scales_by_hand(table.prototypes.spreads[head][: len(sizes)].numpy())
-        off = keys[head] - centroids[head][: len(sizes)].repeat_interleave(sizes, dim=0)
-        far = (values[head] - transforms.value_mean[head].double()).square().sum(-1)
-        assert spreads[:, 1] == pytest.approx(means(far, sizes).sqrt().numpy(), rel=0.05)
-        axes = transforms.key_axes[head].double()
-        spanned = off @ torch.linalg.pinv(axes)
-        assert spreads.shape[1] == 2 + len(axes)
-        assert bool((means(spanned.square().sum(-1), sizes) > 0).all())
+        spreads = scales_by_hand(table.prototypes.spreads[head][: len(sizes), 1].numpy())
+        far = (values[head] - table.transforms.value_mean[head]).double().square().sum(-1)
+        assert spreads == pytest.approx(means(far, sizes).sqrt().numpy(), rel=0.05)
 
 
 def means(column: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
