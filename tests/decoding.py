@@ -6,16 +6,17 @@ from dataclasses import dataclass
 
 import faiss
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
 from ragkv import Archive
-from ragkv.archive.manifest import LayerEntry
-from ragkv.archive.payload import from_bits
-from ragkv.archive.rows import read_rows
 
 Vector = np.ndarray
 Pair = tuple[Vector, Vector]
+Widths = tuple[int, int, int]
+"""How many coefficients of a vector take eight, four and two bits."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,18 @@ class Tokens:
 
 def stored_tokens(archive: Archive, index: int) -> Tokens:
     entry = archive.manifest.layers[index]
-    assert not entry.key_widths
-    assert not entry.value_widths
-    names = [entry.rows_file, entry.exact_file] if entry.clusters else [entry.exact_file]
-    files = [read_rows(archive.path / name) for name in names]
-    dtype = getattr(torch, archive.manifest.fingerprint.dtype)
-    both = from_bits(torch.cat([rows.payload for rows in files]), dtype)
+    assert set(archive.manifest.recipe.codecs(index)) == {"lossless"}
+    table = of_layer(pq.read_table(archive.path / "rows.parquet"), index)
+    exact = pc.equal(table["cluster"], -1)
+    table = pa.concat_tables([table.filter(pc.invert(exact)), table.filter(exact)])
+    counts = np.array([len(positions) for positions in table["positions"].to_pylist()], dtype=np.int64)
+    raw = bytearray(b"".join(table["key_value"].to_pylist()))
+    both = torch.frombuffer(raw, dtype=getattr(torch, archive.manifest.fingerprint.dtype))
+    both = both.view(-1, entry.key_dim + entry.value_dim)
     return Tokens(
-        *(torch.cat([getattr(rows, name) for rows in files]) for name in ("kv_head", "cluster", "position")),
+        kv_head=torch.from_numpy(np.repeat(table["kv_head"].to_numpy().astype(np.int64), counts)),
+        cluster=torch.from_numpy(np.repeat(table["cluster"].to_numpy().astype(np.int64), counts)),
+        position=torch.tensor([p for positions in table["positions"].to_pylist() for p in positions]),
         keys=both[:, : entry.key_dim],
         values=both[:, entry.key_dim :],
     )
@@ -52,13 +57,15 @@ class Decoded:
     """One layer with clusters in float64, KV head by KV head.
 
     ``exact`` holds the keys and values of a head's exact tokens; ``clusters[head][label]`` those of a cluster;
-    ``centroids[head]`` (n_clusters, key_dim); ``variance[head]`` and ``spread[head]`` (n_clusters,); ``axes[head]``
-    (n_axes, key_dim), and ``reach[head]`` (n_clusters, n_axes), how far keys lie along them.
+    ``centroids[head]`` (n_clusters, key_dim) and ``means[head]`` (n_clusters, value_dim) its coded prototypes;
+    ``variance[head]`` and ``spread[head]`` (n_clusters,); ``axes[head]`` (n_axes, key_dim), and ``reach[head]``
+    (n_clusters, n_axes), how far keys lie along them.
     """
 
     exact: list[Pair]
     clusters: list[list[Pair]]
     centroids: list[Vector]
+    means: list[Vector]
     variance: list[Vector]
     spread: list[Vector]
     axes: list[Vector]
@@ -66,89 +73,118 @@ class Decoded:
 
 
 def decoded(archive: Archive, index: int) -> Decoded:
-    """Read a layer of a float32 archive as the format document describes it."""
-    folder, entry = archive.path, archive.manifest.layers[index]
-    prototypes, bases = (pq.read_table(folder / name) for name in (entry.prototypes_file, entry.bases_file))
+    """Read a layer of a float32 archive that has its own transforms, as the format document describes it."""
+    folder, entry, recipe = archive.path, archive.manifest.layers[index], archive.manifest.recipe
+    prototypes = pq.read_table(folder / "prototypes.parquet")
+    shard = faiss.read_index(str(folder / "centroids.faiss")).reconstruct_n(0, len(prototypes))
+    own = prototypes["layer"].to_numpy() == index
+    nibbles = np.rint(shard[own] + 7.5)
+    prototypes = of_layer(prototypes, index)
+    transforms = of_layer(pq.read_table(folder / "transforms.parquet"), index).to_pylist()
+    rows = of_layer(pq.read_table(folder / "rows.parquet"), index).to_pylist()
     head_of = prototypes["kv_head"].to_numpy()
-    key_mean = floats(bases["key_mean"], np.float32)
-    relative = faiss.read_index(str(folder / entry.centroids_file)).reconstruct_n(0, len(head_of))
-    centroids = (relative + key_mean[head_of]).astype(np.float64)
-    heads = range(entry.n_kv_heads)
-    by_head = [centroids[head_of == head] for head in heads]
-    rows = pq.read_table(folder / entry.rows_file)
-    row_head, row_cluster = rows["kv_head"].to_numpy(), rows["cluster"].to_numpy()
-    raw = raw_bytes(rows["key_value"])
-    clusters: list[list[Pair]] = []
-    for head in heads:
-        own = row_head == head
-        keys, values = _decode_head(raw[own], entry, bases, head)
-        label = row_cluster[own]
-        if entry.key_widths:
-            keys = by_head[head][label] + keys
-        clusters.append([(keys[label == c], values[label == c]) for c in range(len(by_head[head]))])
-    exact = pq.read_table(folder / entry.exact_file)
-    both = floats(exact["key_value"], np.float32).astype(np.float64)
-    exact_head = exact["kv_head"].to_numpy()
-    variance, spread = (prototypes[name].to_numpy().astype(float) for name in ("logit_variance", "value_spread"))
-    codes = raw_bytes(prototypes["axis_scales"]).astype(float)
-    reach = np.where(codes == 0, 0, 2.0 ** ((codes - 128) / 8))
-    return Decoded(
-        exact=[(both[exact_head == h, : entry.key_dim], both[exact_head == h, entry.key_dim :]) for h in heads],
-        clusters=clusters,
-        centroids=by_head,
-        variance=[variance[head_of == head] for head in heads],
-        spread=[spread[head_of == head] for head in heads],
-        axes=[basis_rows(bases, "key_axes", head, entry.key_dim) for head in heads],
-        reach=[reach[head_of == head] for head in heads],
-    )
+    value_codes, spreads = (raw_bytes(prototypes[name]) for name in ("value_code", "spreads"))
+    found = Decoded([], [], [], [], [], [], [], [])
+    for head in range(entry.n_kv_heads):
+        basis, of_head = transforms[head], head_of == head
+        key_codes = (nibbles[of_head, 0::2] + 16 * nibbles[of_head, 1::2]).astype(np.uint8)
+        means = (mean_of(basis, "key"), mean_of(basis, "value"))
+        found.centroids.append(means[0] + coded(key_codes, basis, "key_prototypes", entry.key_dim))
+        found.means.append(means[1] + coded(value_codes[of_head], basis, "value_prototypes", entry.value_dim))
+        scales = scale_of(spreads[of_head])
+        found.variance.append(scales[:, 0] ** 2)
+        found.spread.append(scales[:, 1])
+        found.reach.append(scales[:, 2:])
+        found.axes.append(bfloat16(basis["key_axes"]).reshape(-1, entry.key_dim))
+        own_rows = [row for row in rows if row["kv_head"] == head]
+        exact = [row for row in own_rows if row["cluster"] == -1]
+        assert len(exact) == 1
+        found.exact.append(exact_pair(exact[0], recipe.exact_codecs(index), (entry.key_dim, entry.value_dim)))
+        by_label = {row["cluster"]: row for row in own_rows}
+        prototypes_of = zip(found.centroids[head], found.means[head], strict=True)
+        dims = (entry.key_dim, entry.value_dim)
+        found.clusters.append(
+            [cluster_pair(by_label[label], basis, pair, dims) for label, pair in enumerate(prototypes_of)]
+        )
+    return found
 
 
-def _decode_head(raw: Vector, entry: LayerEntry, bases: object, head: int) -> Pair:
-    """Keys (residuals of them where coded) and values of one head's rows (n_rows, row_bytes)."""
-    n_keys = coded_bytes(entry.key_widths) if entry.key_widths else entry.key_dim * 4
-    key_raw, value_raw = raw[:, :n_keys], raw[:, n_keys:]
-    keys = values = None
-    if entry.key_widths:
-        keys = residuals(key_raw, entry.key_widths, basis_rows(bases, "key_rows", head, entry.key_dim))
-    if entry.value_widths:
-        values = residuals(value_raw, entry.value_widths, basis_rows(bases, "value_rows", head, entry.value_dim))
-        values = values + floats(bases["value_mean"], np.float32)[head].astype(np.float64)
-    keys = np.ascontiguousarray(key_raw).view(np.float32).astype(np.float64) if keys is None else keys
-    values = np.ascontiguousarray(value_raw).view(np.float32).astype(np.float64) if values is None else values
-    return keys, values
+def cluster_pair(row: dict, basis: dict, prototypes: Pair, dims: tuple[int, int]) -> Pair:
+    """Keys and values of a cluster's tokens: numbers as they are, or residuals to its coded prototypes."""
+    names, split = ("key_rows", "value_rows"), []
+    sizes = [
+        1 + n_bytes(widths_of(basis, name)) if any(widths_of(basis, name)) else 4 * dim
+        for name, dim in zip(names, dims, strict=True)
+    ]
+    raw = np.frombuffer(row["key_value"], np.uint8).reshape(len(row["positions"]), sum(sizes))
+    parts = (raw[:, : sizes[0]], raw[:, sizes[0] :])
+    for name, part, dim, prototype in zip(names, parts, dims, prototypes, strict=True):
+        if any(widths_of(basis, name)):
+            split.append(prototype + scale_of(part[:, :1]) * coded(part[:, 1:], basis, name, dim))
+        else:
+            split.append(np.ascontiguousarray(part).view(np.float32).astype(np.float64))
+    return split[0], split[1]
 
 
-def coded_bytes(widths: tuple[int, ...]) -> int:
+def exact_pair(row: dict, codecs: tuple[str, str], dims: tuple[int, int]) -> Pair:
+    """Keys and values of exact tokens: numbers as they are, or a float32 scale and a signed byte for each number."""
+    split, at = [], 0
+    raw = np.frombuffer(row["key_value"], np.uint8).reshape(len(row["positions"]), -1)
+    for codec, dim in zip(codecs, dims, strict=True):
+        end = at + (4 * dim if codec == "lossless" else 4 + dim)
+        part, at = np.ascontiguousarray(raw[:, at:end]), end
+        if codec == "lossless":
+            split.append(part.view(np.float32).astype(np.float64))
+        else:
+            scale = np.ascontiguousarray(part[:, :4]).view(np.float32).astype(np.float64)
+            split.append(scale * np.ascontiguousarray(part[:, 4:]).view(np.int8))
+    assert at == raw.shape[1]
+    return split[0], split[1]
+
+
+def coded(codes: Vector, basis: dict, name: str, dim: int) -> Vector:
+    """Codes (n, n_bytes) as vectors (n, dim): levels, moved to the middle of their step, times the rows of a basis."""
+    return numbers_of(codes, widths_of(basis, name)) @ bfloat16(basis[name]).reshape(-1, dim)
+
+
+def numbers_of(codes: Vector, widths: Widths) -> Vector:
+    """Codes (n, n_bytes) as coefficients (n, n_kept): runs of 8, 4 and 2 bits.
+
+    A byte of the last two holds coefficients that lie half, or quarters, of their run apart, the first lowest.
+    """
     eight, four, two = widths
-    return 1 + eight + four // 2 + two // 4
+    assert codes.shape[1] == n_bytes(widths)
+    first, second, third = np.split(codes.astype(np.int64), [eight, eight + four // 2], axis=1)
+    pairs = [third // 4**place % 4 - 1.5 for place in range(4)] if two else []
+    return np.concatenate([first - 127.5, second % 16 - 7.5, second // 16 - 7.5, *pairs], axis=1)
 
 
-def basis_rows(bases: object, name: str, head: int, dim: int) -> Vector:
-    """The stored transform of a head, bfloat16 on disk, as (n_kept, dim) float64."""
-    upper = floats(bases[name], np.uint16)[head].astype(np.uint32)
-    return (upper << 16).view(np.float32).astype(np.float64).reshape(-1, dim)
+def widths_of(basis: dict, name: str) -> Widths:
+    return basis[f"{name}_8"], basis[f"{name}_4"], basis[f"{name}_2"]
 
 
-def residuals(raw: Vector, widths: tuple[int, ...], rows: Vector) -> Vector:
-    """Coded tokens (n, n_bytes) as (n, dim): each number is its level, moved to the middle of its step, times scale."""
-    eight, four, _ = widths
-    out = np.zeros((len(raw), rows.shape[1]))
-    for token, line in enumerate(raw.tolist()):
-        code, body = line[0], line[1:]
-        scale = 0.0 if code == 0 else 2.0 ** ((code - 128) / 8)
-        numbers = [level - 127.5 for level in body[:eight]]
-        for byte in body[eight : eight + four // 2]:
-            numbers += [byte % 16 - 7.5, byte // 16 - 7.5]
-        for byte in body[eight + four // 2 :]:
-            numbers += [byte // 4**place % 4 - 1.5 for place in range(4)]
-        out[token] = scale * (np.array(numbers) @ rows)
-    return out
+def n_bytes(widths: Widths) -> int:
+    eight, four, two = widths
+    return eight + four // 2 + two // 4
 
 
-def floats(column: object, dtype: type) -> Vector:
-    """A fixed-size binary column as numbers (n_rows, n)."""
-    return np.ascontiguousarray(raw_bytes(column)).view(dtype)
+def mean_of(basis: dict, name: str) -> Vector:
+    return np.frombuffer(basis[f"{name}_mean"], np.float32).astype(np.float64)
 
 
-def raw_bytes(column: object) -> Vector:
+def scale_of(codes: Vector) -> Vector:
+    """Scale codes as scales: eighths of an octave around 1, and 0 for 0."""
+    return np.where(codes == 0, 0, 2.0 ** ((codes.astype(float) - 128) / 8))
+
+
+def bfloat16(raw: bytes) -> Vector:
+    upper = np.frombuffer(raw, np.uint16).astype(np.uint32)
+    return (upper << 16).view(np.float32).astype(np.float64)
+
+
+def of_layer(table: pa.Table, index: int) -> pa.Table:
+    return table.filter(pc.equal(table["layer"], index))
+
+
+def raw_bytes(column: pa.ChunkedArray) -> Vector:
     return np.array([np.frombuffer(line, np.uint8) for line in column.to_pylist()])

@@ -54,11 +54,14 @@ def test_json_is_the_only_thing_on_stdout_and_in_bytes(run):
     assert account["gpu_memory_bytes"] == 24 * 2**30
     [row] = account["rows"]
     assert row["kv_bytes"] == row["kv_allocated_bytes"] == 16 * 2**30
-    # 1024 heads; 80 exact tokens, 32688 archived in 4086 clusters; 512 bytes a token and head
-    assert row["archive_resident_bytes"] == 1024 * (4086 * (512 + 56) + 80 * 512)
-    # on disk 3 bits a number with a scale each for key and value, and the position; then mean, 8 axes, two transforms
-    token, bases = 2 * (1 + 48) + 2, 128 * (4 + 2 * 8) + 2 * 2 * 128 * 128
-    assert row["archive_disk_bytes"] == 1024 * (32688 * token + 4086 * (128 + 20) + bases + 80 * 512)
+    # 1024 heads; 80 exact tokens, 32688 archived in 8172 clusters; 512 bytes a token and head
+    # transforms: 15 of 16 coefficients of centroids, keys, values, and half as many mean values; 8 axes, two means
+    prototype, transforms = 64 + 32 + 15, 2 * 128 * (120 + 60 + 120 + 120 + 8 + 4)
+    assert row["archive_resident_bytes"] == 1024 * (8172 * prototype + 80 * 512 + transforms) + 32 * 80 * 8
+    # on disk 3 bits a number with a scale each for key and value, and the position; exact tokens a byte a number
+    token, exact = 2 * (1 + 48) + 2, 2 * (128 + 4)
+    on_disk = 1024 * (32688 * token + 8172 * prototype + 80 * exact + transforms)
+    assert row["archive_disk_bytes"] == on_disk + 32768 * 12 + 8192
     assert row["gpu_share"] == pytest.approx(2 / 3)
     assert row["kv_share"] is row["worth_it"] is row["fits"] is None
 

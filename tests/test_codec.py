@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragkv.archive.codec import Basis, Widths, allocate, coefficients, decode, encode, fit_basis, pack, unpack
+from ragkv.archive.codec import Basis, Widths, allocate, decode, encode, fit_basis, pack, read_scaled, unpack
 from ragkv.build.cluster import query_metric
 from ragkv.recipe import CODEC_BITS, CODECS
 
@@ -63,9 +63,9 @@ def test_the_codecs_are_those_that_a_recipe_takes() -> None:
 def test_a_token_takes_its_bits_per_number_and_one_byte_at_most(dim: int, n_bits: int) -> None:
     basis = fit_basis(gaussian(2, 300, dim, seed=0), n_bits)
     coded = encode(gaussian(2, 5, dim, seed=1), basis)
-    assert coded.shape == (2, 5, basis.widths.n_bytes)
+    assert coded.shape == (2, 5, 1 + basis.widths.n_bytes)
     assert coded.dtype == torch.uint8
-    assert basis.widths.n_bytes <= 1 + -(-dim * n_bits // 8)
+    assert basis.widths.n_bytes <= -(-dim * n_bits // 8)
 
 
 @QUICK
@@ -75,7 +75,7 @@ def test_levels_of_any_widths_come_back_bit_for_bit(widths: Widths, seed: int) -
     limits = widths.per_coefficient(256, 16, 4)
     levels = (torch.rand(2, 3, widths.n_kept, generator=draw) * limits).to(torch.uint8)
     packed = pack(levels, widths)
-    assert packed.shape == (2, 3, widths.n_bytes - 1)
+    assert packed.shape == (2, 3, widths.n_bytes)
     assert torch.equal(unpack(packed, widths), levels)
 
 
@@ -83,7 +83,7 @@ def test_levels_of_any_widths_come_back_bit_for_bit(widths: Widths, seed: int) -
 @given(widths=counts, seed=seeds)
 def test_bytes_of_any_widths_come_back_bit_for_bit(widths: Widths, seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
-    packed = torch.randint(256, (4, widths.n_bytes - 1), generator=draw, dtype=torch.uint8)
+    packed = torch.randint(256, (4, widths.n_bytes), generator=draw, dtype=torch.uint8)
     assert torch.equal(pack(unpack(packed, widths), widths), packed)
 
 
@@ -93,9 +93,9 @@ def test_the_first_of_several_levels_takes_the_low_bits() -> None:
 
 
 def test_a_coded_token_by_hand() -> None:
-    basis = Basis(widths=Widths(1, 2, 4), rows=torch.eye(7).unsqueeze(0) * 10, mean=torch.zeros(1, 7))
+    basis = Basis(widths=Widths(1, 2, 4), rows=torch.eye(7, dtype=torch.bfloat16).unsqueeze(0) * 10)
     raw = torch.tensor([[[136, 200, 195, 57], [120, 0, 0, 0], [0, 200, 195, 57]]], dtype=torch.uint8)
-    numbers, scale = coefficients(raw, basis)
+    numbers, scale = read_scaled(raw, basis)
     assert numbers[0, 0].tolist() == [72.5, -4.5, 4.5, -0.5, 0.5, 1.5, -1.5]
     assert scale.tolist() == [[2.0, 0.5, 0.0]]  # an eighth of an octave for each step from 128; 0 is zero
     assert decode(raw, basis)[0, 0].tolist() == [1450.0, -90.0, 90.0, -10.0, 10.0, 30.0, -30.0]
@@ -114,9 +114,8 @@ def test_the_same_numbers_give_the_same_bytes(seed: int, n_bits: int) -> None:
 
 @QUICK
 @given(seed=seeds, n_bits=bits)
-def test_the_stored_transform_is_exact_in_bfloat16(seed: int, n_bits: int) -> None:
-    rows = fit_basis(correlated(2, 60, 16, seed), n_bits).rows
-    assert torch.equal(rows.to(torch.bfloat16).float(), rows)
+def test_a_transform_is_held_as_it_is_stored(seed: int, n_bits: int) -> None:
+    assert fit_basis(correlated(2, 60, 16, seed), n_bits).rows.dtype == torch.bfloat16
 
 
 # Widths
@@ -142,7 +141,7 @@ def as_sequence(widths: Widths, dim: int) -> tuple[int, ...]:
 def test_no_other_falling_widths_of_as_many_bytes_lose_less(seed: int, dim: int, n_bytes: int) -> None:
     variance = falling(seed, 2, dim)
     chosen = allocate(variance, n_bytes)
-    assert chosen.n_bytes <= 1 + n_bytes
+    assert chosen.n_bytes <= n_bytes
     assert (chosen.four % 2, chosen.two % 4) == (0, 0)
     others = [
         widths
@@ -158,7 +157,7 @@ def test_no_other_falling_widths_of_as_many_bytes_lose_less(seed: int, dim: int,
 def test_widths_lose_no_more_than_one_width_for_all(seed: int, dim: int, width: int) -> None:
     variance = falling(seed, 3, dim)
     chosen = allocate(variance, dim * width // 8)
-    assert chosen.n_bytes <= 1 + dim * width // 8
+    assert chosen.n_bytes <= dim * width // 8
     assert cost_of(as_sequence(chosen, dim), variance) <= cost_of((width,) * dim, variance) * (1 + 1e-6)
 
 
@@ -209,7 +208,7 @@ def test_no_token_loses_more_than_under_the_scale_that_clips_nothing(seed: int, 
     points = points**3 if heavy else points
     basis = fit_basis(points, n_bits, metric=metric)
     wanted, weight = analysed(points, basis, metric)
-    numbers, scale = coefficients(encode(points, basis, metric=metric), basis)
+    numbers, scale = read_scaled(encode(points, basis, metric=metric), basis)
     found = numbers.double() * scale.double().unsqueeze(-1)
     error = ((found - wanted).square() * weight).sum(-1)
     least = ((unclipped(wanted, basis.widths)[0] - wanted).square() * weight).sum(-1)
@@ -222,8 +221,8 @@ def test_coding_what_was_decoded_moves_no_token_by_more_than_half_a_step(seed: i
     points = correlated(2, 80, 16, seed)
     basis = fit_basis(points, n_bits)
     once = encode(points, basis)
-    numbers, scale = coefficients(once, basis)
-    again, other = coefficients(encode(decode(once, basis), basis), basis)
+    numbers, scale = read_scaled(once, basis)
+    again, other = read_scaled(encode(decode(once, basis), basis), basis)
     weight = basis.rows.double().square().sum(-1).unsqueeze(1)
     moved = (again * other.unsqueeze(-1) - numbers * scale.unsqueeze(-1)).double().square().mul(weight).sum(-1)
     assert bool((moved <= (scale.double() / 2).square() * weight.sum(-1) * 1.001).all())
@@ -264,7 +263,7 @@ def test_an_outlier_survives_and_spoils_no_other_token(n_bits: int) -> None:
     found = decode(encode(points, basis), basis)
     assert torch.isfinite(found).all()
     relative = (squared_error(found, points) / points.double().square().sum(-1)).sqrt()
-    assert float(relative[0, -1]) < {8: 0.01, 4: 0.15, 3: 0.45, 2: 0.6}[n_bits]
+    assert float(relative[0, -1]) < {8: 0.01, 4: 0.15, 3: 0.45, 2.5: 0.5, 2: 0.6}[n_bits]
     assert torch.equal(found[:, :-1], decode(encode(usual, basis), basis))
 
 

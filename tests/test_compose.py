@@ -158,9 +158,8 @@ def test_two_copies_of_one_document_stand_at_different_positions(llama: Case) ->
 def test_prefix_is_attended_once(llama: Case) -> None:
     layer = Composition(llama.archives).layer(0)
     n_prefix = llama.archives[0].prefix_tokens
-    left_out = [0 if part.bias is None else int((part.bias[0] == -torch.inf).sum()) for part in layer.parts]
-    padding = [0 if p.layer.bias is None else int((p.layer.bias[0] == -torch.inf).sum()) for p in layer.parts]
-    assert [out - pad for out, pad in zip(left_out, padding, strict=True)] == [0, n_prefix, n_prefix]
+    biases = [part.exact_bias for part in layer.parts]
+    assert [0 if bias is None else int((bias == -torch.inf).sum()) for bias in biases] == [0, n_prefix, n_prefix]
 
 
 def test_budget_is_shared_by_the_documents(llama: Case) -> None:

@@ -207,8 +207,8 @@ def test_the_policy_is_that_of_the_first_archive_and_not_of_a_text_without_one(t
     policy = RecallPolicy(budget=7)
     archive = archive_of(tmp_path / "a", document=DOCUMENT[:800], recipe=replace(SMALL, recall=policy))
     text = prefill_document(archive.model, "Agnes kept the book.", layout=PLAIN)
-    assert Composition([text, archive]).recall == policy
-    assert Composition([text]).recall == RecallPolicy()
+    assert Composition([text, archive]).policy == policy
+    assert Composition([text]).policy == RecallPolicy()
 
 
 @pytest.mark.parametrize("positions", POSITIONS)

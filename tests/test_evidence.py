@@ -77,7 +77,7 @@ def test_what_is_estimated_is_spread_over_the_cluster(tmp_path: Path) -> None:
     """One cluster is recalled per head; the tokens of each other one have equal weights per head."""
     archive = archive_of(tmp_path / "archive", document=TEXTS[0])
     mass, _ = measured(archive, budget=1, n_new=1)
-    table, rows = archive.layers[0].recall, mass.by_row(0, 0)
+    table, rows = archive.layers[0].clusters, mass.by_row(0, 0)
     assert table is not None
     assert rows is not None
     rows = rows[:, : table.n_tokens]
@@ -106,7 +106,7 @@ class SpreadEachRow(AttentionMass):
     @staticmethod
     def spread(share: PartShare) -> torch.Tensor:
         held = share.held[:, -1].sum(1).double()
-        table = share.part.layer.recall
+        table = share.part.layer.clusters
         if table is None:
             return held
         tokens = []

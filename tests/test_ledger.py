@@ -1,9 +1,14 @@
 """The byte accounting against values computed by hand."""
 
-import pytest
-from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig, Qwen3Config
+import dataclasses
 
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, LlamaConfig, Qwen3Config
+
+from ragkv import Archive, LoadedModel, PromptLayout, attach, build_archive
 from ragkv.errors import ConfigError
+from ragkv.evaluation.bench import cut_text
 from ragkv.ledger.ledger import (
     ArchiveBytes,
     KVBytes,
@@ -20,6 +25,8 @@ from ragkv.ledger.ledger import (
 from ragkv.ledger.plot import plot_ledger
 from ragkv.model.shape import dtype_bytes, model_shape
 from ragkv.recipe import Recipe
+from tests.archives import DOCUMENT
+from tests.tiny import tiny_config, tiny_tokenizer
 
 GIB = 2**30
 
@@ -119,13 +126,18 @@ def test_batch_multiplies_every_kv_and_archive_figure():
 
 
 def test_archive_of_a_hybrid_model_by_hand():
-    # exact 16 + 64, archived 920, clusters 115; 2 global layers x 8 heads; 2 sliding layers x 8 heads x 127 tokens
-    resident = 16 * (115 * (256 + 56) + 80 * 256) + 16 * 127 * 256
-    # a row: scale and 3 bits of 64 numbers, twice, and the position; bases: mean, 8 axes, two transforms
-    row, bases = 2 * (1 + 24) + 2, 64 * (4 + 2 * 8) + 2 * 2 * 64 * 64
-    on_disk = 16 * (920 * row + 115 * (64 + 20) + bases + 80 * 256) + 16 * 127 * 256
-    assert (resident, on_disk) == (1421952, 2050496)
-    expected = ArchiveBytes(n_clusters=115, resident=resident, on_disk=on_disk)
+    # exact 16 + 64, archived 920, clusters 230; 2 global layers x 8 heads; 2 sliding layers x 8 heads x 127 tokens
+    # transforms: 15 of 16 coefficients of centroids, of half as many of mean values, of keys and of values; 8 axes, and
+    # two means of 4 bytes a number
+    transforms = 16 * 2 * 64 * (60 + 30 + 60 + 60 + 8 + 4)
+    # a prototype: 4 and 2 bits of 64 numbers; size, address and ten measures of spread
+    resident = 16 * (230 * (32 + 16 + 15) + 80 * 256) + 16 * 127 * 256 + 8 * 2 * (80 + 127) + transforms
+    # a row: scale and 3 bits of 64 numbers, twice, and the position; an exact token: a byte a number, two scales
+    row, exact = 2 * (1 + 24) + 2, 2 * (64 + 4)
+    on_disk = 16 * (920 * row + 230 * (32 + 16 + 15) + 80 * exact) + 16 * 127 * exact + transforms
+    on_disk += 1000 * 12 + 8192
+    assert (resident, on_disk) == (1537328, 1922304)
+    expected = ArchiveBytes(n_clusters=230, resident=resident, on_disk=on_disk)
     assert archive_bytes(gpt_oss_layers(), 1000, value_bytes=2, recipe=Recipe()) == expected
 
 
@@ -138,8 +150,35 @@ def test_a_started_cluster_counts_whole():
 def test_a_document_within_sink_and_window_is_kept_exactly_and_nothing_else():
     layers = llama_layers()
     dense = kv_bytes(layers, 50, value_bytes=2).logical
-    expected = ArchiveBytes(n_clusters=0, resident=dense, on_disk=dense)
-    assert archive_bytes(layers, 50, value_bytes=2, recipe=Recipe()) == expected
+    # in memory the position of a token in each layer; on disk a token's id and characters, once
+    expected = ArchiveBytes(n_clusters=0, resident=dense + 32 * 50 * 8, on_disk=dense + 50 * 12)
+    lossless = Recipe(key_codec="lossless", value_codec="lossless")
+    assert archive_bytes(layers, 50, value_bytes=2, recipe=lossless) == expected
+    coded = dataclasses.replace(expected, on_disk=1024 * 50 * 2 * (128 + 4) + 50 * 12)
+    assert archive_bytes(layers, 50, value_bytes=2, recipe=Recipe()) == coded
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """A model of head dimension 64 in bfloat16, as large models have, and little else."""
+    config = tiny_config("llama")
+    config.head_dim, config.num_hidden_layers = 64, 2
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    return LoadedModel(model=attach(model), tokenizer=tiny_tokenizer(), name="wide")
+
+
+@pytest.mark.parametrize("n_tokens", [700, 3000])
+@pytest.mark.parametrize("codec", ["int3", "lossless"])
+def test_the_archive_of_a_model_takes_what_the_ledger_says_to_two_percent(wide, codec, n_tokens, tmp_path):
+    recipe, layout = Recipe(key_codec=codec, value_codec=codec, sink_tokens=24), PromptLayout.plain()
+    build_archive(wide, cut_text(wide, layout, DOCUMENT * 6, n_tokens), tmp_path / "a", recipe=recipe, layout=layout)
+    archive = Archive.open(tmp_path / "a", wide)
+    assert archive.manifest.prefix_tokens <= recipe.sink_tokens
+    said = archive_bytes(model_shape(wide.model.config).layers, n_tokens, value_bytes=2, recipe=recipe)
+    assert said.resident == pytest.approx(archive.resident_bytes, rel=0.02)
+    assert said.on_disk == pytest.approx(archive.disk_bytes, rel=0.02)
 
 
 @pytest.mark.parametrize(("tied", "n_parameters"), [(True, 105152), (False, 111552)])

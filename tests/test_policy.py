@@ -17,7 +17,7 @@ from ragkv import Archive, ArchiveCache, RecallTrace, Recipe, load_model
 from ragkv.cli.app import app
 from ragkv.errors import ConfigError
 from ragkv.recall.attention import choose_clusters
-from ragkv.recipe import CODECS, EVERYTHING, Limit, RecallPolicy
+from ragkv.recipe import CODECS, EVERYTHING, EXACT_CODECS, Limit, RecallPolicy
 from tests.archives import CODED, DOCUMENT, QUESTIONS, SMALL, archive_of
 from tests.dense import dense_logits, stock_copy
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -100,8 +100,9 @@ codecs = st.sampled_from(CODECS)
 recipes = st.builds(
     Recipe,
     tokens_per_cluster=st.integers(1, 99),
-    seed=st.integers(0, 2**31),
-    clusterer=st.sampled_from(CLUSTERERS),
+    exact_codec=st.sampled_from(EXACT_CODECS),
+    key_prototype_bits=st.integers(1, 8),
+    value_prototype_bits=st.integers(1, 8),
     key_codec=codecs,
     value_codec=codecs,
     layer_codecs=st.dictionaries(
@@ -248,7 +249,7 @@ def test_a_pilot_recalls_in_its_layer_alone(lossless: Archive) -> None:
 def test_each_layer_keeps_to_its_own_budget(lossless: Archive) -> None:
     trace = traced(lossless, RecallPolicy(budget=10, layer_budgets={"0": 40, "2": 80}))
     for entry, wanted in zip(trace.steps[0], (60, 15, 120), strict=True):  # a question: half as much again
-        table = lossless.layers[entry.layer].recall
+        table = lossless.layers[entry.layer].clusters
         assert table is not None
         assert bool((entry.tokens >= wanted).all())
         assert bool((entry.tokens < wanted + table.largest).all())

@@ -60,7 +60,7 @@ def test_recomputed_tokens_take_the_place_of_archived_ones(pair: list[Archive]) 
     for layer in repaired.recomputed.layers:
         assert torch.equal(layer.exact_positions, torch.arange(pair[0].n_tokens, pair[0].n_tokens + COUNT))
     document, again = repaired.layer(composition.first_full_layer).parts[1:]
-    left_out = document.bias[0, document.n_clusters :] == -torch.inf
+    left_out = document.exact_bias == -torch.inf
     assert document.layer.exact_positions[left_out].tolist() == list(range(pair[1].prefix_tokens + COUNT))
     assert again.turn is None
     assert again.n_held == COUNT
@@ -101,8 +101,7 @@ def test_weighting_is_that_of_the_paper(tmp_path: Path, weighting: Weighting, mo
         out = recall_attention(call, layer, limit, observer)
         whole = archive.whole_layer(layer.index)
         keys, values, p = whole.keys.double(), whole.values.double(), archive.prefix_tokens
-        n_exact = len(whole.exact_positions)
-        of_document = torch.cat([torch.ones(keys.shape[1] - n_exact, dtype=torch.bool), whole.exact_positions >= p])
+        of_document = whole.exact_positions >= p
         query = call.query[0].double().view(keys.shape[0], -1, call.query.shape[2], keys.shape[2])
         own = query @ keys.unsqueeze(1).transpose(2, 3) * call.scaling
         own = torch.where(of_document, own / weighting.temperature, own)

@@ -18,6 +18,7 @@ from ragkv.recall.attention import Choice
 from ragkv.recall.trace import LayerRecall, RecallTrace
 from ragkv.recipe import QUESTION_SHARE
 from tests.archives import CODED, DOCUMENT, EVERYTHING, QUESTIONS, SMALL, archive_of
+from tests.decoding import of_layer
 from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
 
 BUDGET = 30
@@ -51,15 +52,15 @@ def entries(trace: RecallTrace) -> list[LayerRecall]:
 
 
 def sizes_of(archive: Archive, layer: int) -> torch.Tensor:
-    table = archive.layers[layer].recall
+    table = archive.layers[layer].clusters
     assert table is not None
-    return table.sizes
+    return table.sizes.long()
 
 
 def row_bytes_of(archive: Archive, layer: int) -> int:
-    entry = archive.manifest.layers[layer]
-    stored = pq.read_schema(archive.path / entry.rows_file).field("key_value").type.byte_width
-    return int(stored)
+    stored = of_layer(pq.read_table(archive.path / "rows.parquet"), layer).to_pylist()
+    (width,) = {len(row["key_value"]) / len(row["positions"]) for row in stored if row["cluster"] >= 0}
+    return int(width)
 
 
 # Figures
@@ -67,7 +68,7 @@ def row_bytes_of(archive: Archive, layer: int) -> int:
 
 def test_one_step_for_the_question_and_one_per_further_token(archive: Archive) -> None:
     trace = traced(archive)
-    recalling = [layer.index for layer in archive.layers if layer.recall is not None]
+    recalling = [layer.index for layer in archive.layers if layer.clusters is not None]
     assert trace.n_steps == len(trace.steps) == N_NEW  # the last token is not fed back
     assert [[entry.layer for entry in step] for step in trace.steps] == [recalling] * N_NEW
     n_question = archive.questions([QUESTIONS[1]])["input_ids"].shape[1]

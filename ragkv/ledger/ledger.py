@@ -22,6 +22,13 @@ CLUSTER_TABLE_BYTES = 1 + 4 + 10
 # On disk per archived token and KV head: the token's position, packed; per cluster: a length, a size, and the spreads.
 POSITION_BYTES = 2
 CLUSTER_ROW_BYTES = 4 + 1 + 10
+# Of each token, once: in memory the position where a layer keeps it exactly, on disk its id and its characters.
+EXACT_POSITION_BYTES = 8
+TOKEN_BYTES = 12
+# Headers, footers and checksums of the files of an archive with clusters.
+HEADER_BYTES = 8192
+# Share of the coefficients of a transform that is stored: some get no bits, unless each may have eight.
+KEPT_SHARE = 15 / 16
 # An exact token's key or value in a byte a number has a scale of four bytes.
 EXACT_SCALE_BYTES = 4
 # Axes along which the spread of clusters is kept, 2 bytes a number; see ragkv.archive.transforms.
@@ -175,9 +182,9 @@ def archive_bytes(
     Per global layer and KV head, the sink tokens and the local window stay exact and the rest is clustered. Resident
     are the coded prototypes (with `CLUSTER_TABLE_BYTES` each), the exact tokens and the transforms; on disk are the
     archived keys and values as the recipe codes them, with `POSITION_BYTES` each, the prototypes with
-    `CLUSTER_ROW_BYTES`, the transforms, and the exact tokens. Sliding layers keep what they cache in both places.
-    Headers, and the rounding of clusters to segments, are not counted. Archives of a catalog share their transforms:
-    `transforms_bytes` says what each is spared.
+    `CLUSTER_ROW_BYTES`, the transforms, the exact tokens, and `TOKEN_BYTES` of each token. Sliding layers keep what
+    they cache in both places. The rounding of clusters to segments, and a prefix of more than the sink tokens, are not
+    counted. Archives of a catalog share their transforms: `transforms_bytes` says what each is spared.
 
     Raises
     ------
@@ -189,9 +196,10 @@ def archive_bytes(
     n_exact = min(n_tokens, recipe.sink_tokens + recipe.window_tokens)
     n_archived = n_tokens - n_exact
     n_clusters = -(-n_archived // recipe.tokens_per_cluster)
-    resident = on_disk = 0
+    resident, on_disk = 0, TOKEN_BYTES * n_tokens
     for layer in layers:
         token = _token_bytes(layer, value_bytes)
+        resident += EXACT_POSITION_BYTES * (n_exact if layer.is_global else layer.cached_tokens(n_tokens))
         if not layer.is_global:
             n_cached = layer.cached_tokens(n_tokens)
             resident += layer.n_kv_heads * n_cached * token
@@ -206,19 +214,20 @@ def archive_bytes(
             on_disk += layer.n_kv_heads * (n_archived * row + n_clusters * (prototype + CLUSTER_ROW_BYTES))
     if n_archived:
         own = transforms_bytes(layers, recipe=recipe)
-        resident, on_disk = resident + own, on_disk + own
+        resident, on_disk = resident + own, on_disk + own + HEADER_BYTES
     return ArchiveBytes(n_clusters=n_clusters, resident=batch * resident, on_disk=batch * on_disk)
 
 
 def transforms_bytes(layers: Sequence[LayerShape], *, recipe: Recipe) -> int:
-    """Bytes of the transforms of an archive, which those of a catalog share, if every coefficient is kept."""
+    """Bytes of the transforms of an archive, which those of a catalog share, if `KEPT_SHARE` of each is kept."""
     total = 0
     for layer in layers:
         if layer.is_global:
             dim = layer.head_dim
             bits = [recipe.key_prototype_bits, recipe.value_prototype_bits]
-            kept = [min(dim, 2 * math.ceil(dim * each / 8)) for each in bits]
-            kept += [dim for codec in recipe.codecs(layer.index) if codec in CODEC_BITS]
+            kept = [dim if each == 8 else int(KEPT_SHARE * min(dim, 2 * math.ceil(dim * each / 8))) for each in bits]
+            widths = [CODEC_BITS[codec] for codec in recipe.codecs(layer.index) if codec in CODEC_BITS]
+            kept += [dim if each == 8 else int(KEPT_SHARE * dim) for each in widths]
             total += layer.n_kv_heads * 2 * dim * (sum(kept) + min(N_AXES, dim) + 4)
     return total
 
