@@ -36,7 +36,7 @@ _WORD_START = re.compile(r"\S")
 
 
 def read_text(path: str | Path) -> str:
-    """A document file as text.
+    """A document file as text; a byte order mark at its beginning is no part of it.
 
     Raises
     ------
@@ -44,7 +44,7 @@ def read_text(path: str | Path) -> str:
         If the file cannot be read or is not UTF-8.
     """
     try:
-        return Path(path).read_bytes().decode("utf-8")
+        return Path(path).read_bytes().decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{str(path)!r} is not UTF-8 text (byte {error.start}); convert it first") from error
     except OSError as error:

@@ -10,13 +10,15 @@ from ragkv.cli.app import app
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 COMMANDS = ("ledger", "fit", "build", "ask", "inspect", "verify", "bench", "calibrate", "eval", "catalog")
-CATALOG_COMMANDS = ("add", "list", "remove", "gc")
+CATALOG_COMMANDS = ("create", "add", "list", "remove", "gc")
 _INTRODUCTION = """\
 # Command line
 
 This page is generated from the commands' own help (`python -m tests.cli_docs`). Errors are one sentence on stderr with
 exit code 2; `ragkv verify` exits with 1 when it finds a fault. With `--json` a command prints one JSON object on stdout
-and nothing else there.
+and nothing else there. Where several documents are worked on, one that fails does not stop the others: it is listed at
+the end. Paths are of this machine: URLs are refused. Characters that the terminal's encoding lacks are shown as `?`; in
+JSON they are escaped.
 """
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import io
+import json
+import sys
 import typing
 from pathlib import Path
 
@@ -14,11 +17,12 @@ from ragkv import Archive, Catalog, build_archive
 from ragkv.archive.files import local_path
 from ragkv.archive.inspect import describe_archive
 from ragkv.archive.verify import verify_archive
-from ragkv.cli.app import app
+from ragkv.cli.app import app, main
 from ragkv.cli.catalog import catalog
 from ragkv.cli.common import local
 from ragkv.errors import ConfigError
-from tests.archives import loaded
+from tests.archives import archive_of, loaded
+from tests.tiny import TEXT, tiny_model, tiny_tokenizer
 
 URL = "s3://bucket/x"
 COMMANDS = (
@@ -48,7 +52,8 @@ def test_a_url_is_refused_in_one_sentence_and_nothing_is_made(
     result = CliRunner().invoke(app, [*words], prog_name="ragkv")
     assert isinstance(result.exception, ConfigError)
     assert str(result.exception).startswith("URLs are not supported yet, and '")
-    assert next(word for word in words if "://" in word) in str(result.exception)
+    given = next(word for word in words if "://" in word)
+    assert f"{given.replace(':///', '://')!r} is one" in str(result.exception)
     assert [path.name for path in tmp_path.iterdir()] == ["report.txt"]
 
 
@@ -86,3 +91,71 @@ def test_the_library_refuses_urls_too(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("path", ["a", "./s3", "/tmp/s3:/x", "C:/x", "~", "a:b/c", "s3:", Path("a/http:/b")])
 def test_what_is_no_url_is_a_path_as_it_was(path: str | Path) -> None:
     assert local_path(path) == Path(path)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> bytes:
+    """What the console entry point writes to a stdout that knows ASCII only, as with PYTHONIOENCODING=ascii."""
+    shown = io.BytesIO()
+    with io.TextIOWrapper(shown, encoding="ascii", write_through=True) as stdout, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stdout)
+        patch.setattr(sys, "argv", ["ragkv", *map(str, words)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        assert caught.value.code == 0
+        return shown.getvalue()
+
+
+def shown(raw: bytes) -> bytes:
+    """Without spaces and control characters, of which a random model writes many and a terminal shows few."""
+    return bytes(code for code in raw if 32 < code < 127)
+
+
+def test_an_answer_that_stdout_has_no_codes_for_is_shown_with_replaced_characters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "sea.txt").write_text(TEXT, encoding="utf-8")
+    run(monkeypatch, "build", tmp_path / "sea.txt", "--model", tmp_path / "model", "--out", tmp_path)
+    ask = ("ask", "Who?", "--archive", tmp_path / "sea")
+    answer = json.loads(run(monkeypatch, *ask, "--json"))["answer"]
+    assert not answer.isascii()
+    for options in ((), ("--stream",)):
+        assert shown(answer.encode("ascii", "replace")) in shown(run(monkeypatch, *ask, *options))
+
+
+def test_names_in_any_script_are_shown_and_json_stays_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "\u6d77\U0001f6a2.txt"
+    build_archive(loaded("llama"), TEXT, tmp_path / "a", document_name=name)
+    assert b"??.txt" in run(monkeypatch, "inspect", tmp_path / "a")
+    assert json.loads(run(monkeypatch, "inspect", tmp_path / "a", "--json"))["document"]["name"] == name
+
+
+def inspected(folder: Path, **archive: str) -> str:
+    built = archive_of(folder / "a", **archive)
+    return CliRunner().invoke(app, ["inspect", str(built.path)], env={"COLUMNS": "200"}).stdout
+
+
+def test_inspect_says_what_the_manifest_and_the_files_hold(tmp_path: Path) -> None:
+    shown, held = inspected(tmp_path, model="gemma3", document=TEXT), describe_archive(tmp_path / "a")
+    counts, sizes = held["counts"], held["bytes"]
+    attended = counts["n_tokens"] - counts["archived_tokens"]
+    assert f"in global layers {counts['archived_tokens']} in clusters and {attended} always attended" in shown
+    assert f"clusters    {counts['clusters_asked']} asked of each KV head, " in shown
+    assert "recall      budget 256, floor 64, cap 1024" in shown
+    assert f"transforms  its own, SHA-256 {held['transforms'][:12]}..." in shown
+    assert all(f"{name} " in shown.split("on disk (")[1] for name in sizes if name != "total")
+
+
+def test_inspect_of_an_archive_without_clusters_says_so(tmp_path: Path) -> None:
+    shown = inspected(tmp_path, document="Short.")
+    assert "clusters    none: every token is always attended" in shown
+    assert "transforms  none" in shown
+
+
+@pytest.mark.parametrize("words", [(), ("catalog",), ("build",), ("catalog", "add")], ids=" ".join)
+def test_help_teaches_by_examples_of_its_own_commands(words: tuple[str, ...]) -> None:
+    shown = CliRunner().invoke(app, [*words, "--help"], prog_name="ragkv").stdout
+    examples = [line for line in shown.split("Example", 1)[1].splitlines() if line.strip().startswith("ragkv ")]
+    assert len(examples) >= 2
+    assert all(line.strip().startswith(" ".join(("ragkv", *words))) for line in examples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
@@ -98,12 +99,15 @@ def ask(
     ``mode="recall"`` prefills the question only. ``mode="dense"`` prefills the whole text again, of several documents
     joined, with the model's own attention, for comparison; `on_progress` then receives (tokens done, tokens in all).
     `on_text` receives the answer piece by piece. With `evidence` the answer says which passages it looked at, which
-    needs recall. `should_stop` is asked after every token: once it says yes, the answer ends there.
+    needs recall. `should_stop` is asked after every token: once it says yes, the answer ends there. It also ends where
+    the model's context does, or where a length-dependent RoPE would change, whatever `max_new_tokens` says.
 
     Raises
     ------
     ConfigError
-        If the question is empty, or an option is out of range.
+        If the question is empty or leaves no room for an answer in the model's context, or an option is out of range.
+    UnsupportedModelError
+        If it leaves none within the length up to which the model's RoPE stays as it is.
     """
     check_options(budget=budget, mode=mode, max_new_tokens=max_new_tokens, question=question)
     if evidence and mode != "recall":
@@ -111,7 +115,7 @@ def ask(
     composition = Composition.of(source)
     model, tokenizer, layout = composition.model.model, composition.model.tokenizer, composition.layout
     ids = question_ids(tokenizer, layout, question)
-    _check_fits(composition, len(ids))
+    max_new_tokens = min(max_new_tokens, _room(composition, len(ids), mode=mode))
     inputs = composition.pad([ids])
     trace = RecallTrace(keep_steps=False)
     mass = AttentionMass(composition) if evidence else None
@@ -156,15 +160,25 @@ def check_options(
         raise ConfigError("the question is empty; ask something")
 
 
-def _check_fits(composition: Composition, n_question: int) -> None:
-    """Refuse a question that reaches beyond the model's context, where answers are noise."""
-    check_length(composition.shape, composition.n_tokens + n_question)
-    longest = composition.shape.max_positions
-    if longest is not None and composition.n_tokens + n_question >= longest:
+def _room(composition: Composition, n_question: int, *, mode: str) -> int:
+    """Tokens that an answer may have at most: beyond the model's context, or where its RoPE changes, it is noise.
+
+    Raises
+    ------
+    ConfigError, UnsupportedModelError
+        If the question leaves room for none.
+    """
+    shape = composition.shape
+    begin = composition.n_tokens if mode == "recall" else composition.n_context
+    check_length(shape, begin + n_question + 1)
+    longest = shape.max_positions
+    if longest is not None and begin + n_question >= longest:
         raise ConfigError(
-            f"the question is {n_question:,} tokens and the documents leave {longest - composition.n_tokens:,} of the "
+            f"the question is {n_question:,} tokens and the documents leave {max(longest - begin, 0):,} of the "
             "model's context; shorten it, or give fewer documents"
         )
+    limits = [limit for limit in (longest, shape.static_positions) if limit is not None]
+    return min(limits) - begin - n_question if limits else sys.maxsize
 
 
 def after_context(context: torch.Tensor, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -22,7 +22,7 @@ ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 Stamp = tuple[int, int, int]
 """Which file stands in a place: inode, time of change in ns and length."""
 
-_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/+")
+_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def local_path(path: str | Path) -> Path:
     """
     url = _URL.match(str(path))
     if url is not None:
-        given = f"{url['scheme']}://{str(path)[url.end() :]}"
+        given = str(path) if "://" in str(path) else str(path).replace(":/", "://", 1)
         raise ConfigError(
             f"URLs are not supported yet, and {given!r} is one; give a path on this machine (an absolute one, if a "
             f"folder of it is called '{url['scheme']}:')"

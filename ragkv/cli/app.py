@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 from types import FrameType
@@ -67,6 +68,7 @@ def describe(
       ragkv ledger --model demo --tokens 32768     what would an archive save
       ragkv build report.txt --model demo          archive a document in indexes/report
       ragkv ask "Who wrote it?" --archive indexes/report
+      ragkv ask --help                             what a command takes, each with examples
     """
 
 
@@ -75,6 +77,7 @@ def main() -> None:
 
     A request to terminate (exit code 143) unwinds as an interrupt does, so that temporary folders are removed.
     """
+    _write_what_can_be_shown()
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         app(prog_name="ragkv")
@@ -85,6 +88,12 @@ def main() -> None:
         raise SystemExit(EXIT_INTERRUPTED) from error
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _write_what_can_be_shown() -> None:
+    """Replace characters that stdout has no code for, instead of ending in the middle of an answer."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _terminate(signum: int, _frame: FrameType | None) -> None:

@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragkv.cli.common import DeviceOption, DtypeOption, JsonOption, LayoutOption, choose_layout, load, local, progress
+from ragkv.cli.common import (
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    LayoutOption,
+    choose_layout,
+    fault_of,
+    load,
+    local,
+    progress,
+    read_documents,
+    source_name,
+)
 from ragkv.cli.output import err, format_bytes, out, print_json
 from ragkv.errors import ConfigError, RagkvError
 from ragkv.recipe import Recipe
@@ -60,42 +72,93 @@ def add(
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Remove other documents of the same name once the new one is in.")
+        bool,
+        typer.Option(
+            "--replace",
+            help="Take the names from other documents; one that has no other is removed.",
+        ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Add documents to a catalog; makes the catalog if there is none, which needs --model.
 
-    A text that is in the catalog already is left as it is, under the name it was first added by, so an interrupted run
-    can simply be repeated; one that was removed comes back without being built, under the name it had. Recipe and
-    layout are the catalog's: given again, they must be the same. A document that fails does not stop the others.
+    A document's name is the path as it is given here: a/r.txt and b/r.txt are two documents. A text that is in the
+    catalog already is not built again and has this name, too, so an interrupted run can simply be repeated; one that
+    was removed comes back without being built. Recipe and layout are the catalog's: given again, they must be the same.
+    A file that cannot be read or archived does not stop the others: it is listed at the end, with exit code 2.
 
     \b
     Examples:
       ragkv catalog add library reports/*.txt --model demo
       ragkv catalog add library reports/march.txt --replace
     """
-    from ragkv.text import read_text
-
     settings = Recipe.from_toml(recipe) if recipe else None
-    if replace and len({path.name for path in files}) < len(files):
-        raise ConfigError("two files have the same name, and with --replace the second would remove the first")
-    documents = [(path, read_text(path)) for path in files]  # before the model, so that a wrong name costs nothing
+    documents, faults = read_documents(files)
     into = _open_to_add(folder, model, settings, layout=layout, dtype=dtype, device=device)
     rows: list[dict[str, Any]] = []
-    faults: list[dict[str, str]] = []
     for path, text in documents:
         try:
-            kept = {row["id"] for row in rows}  # a text may be in under the name of a file that has another text now
-            rows.append(_add_one(into, path, text, kept=kept if replace else None))
+            rows.append(_add_one(into, path, text))
         except RagkvError as error:
-            faults.append({"file": str(path), "error": " ".join(str(error).split())})
+            faults.append(fault_of(path, error))
         else:
-            if not as_json:
+            if not as_json and not replace:
                 _show_added(rows[-1])
+    if replace:  # once all are in, because a text may have moved from one of the files to another
+        for row in rows:
+            row["replaced"] = _replace(into, row["id"], row["name"])
+            if not as_json:
+                _show_added(row)
     if as_json:
         print_json({"catalog": str(folder), "documents": rows, "failed": faults})
     _end(faults, "file")
+
+
+@catalog.command()
+def create(
+    folder: Folder,
+    *,
+    model: Annotated[str, typer.Option(help="'demo', a hub id, a local folder or a .gguf file.")],
+    texts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            callback=local,
+            metavar="FILE",
+            help="Text that the catalog's codes are fitted on; give it again for more. [default: the first document]",
+        ),
+    ] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(callback=local, help="TOML file that says how the catalog's archives are built.")
+    ] = None,
+    layout: LayoutOption = "auto",
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a catalog, and fit what its documents are coded in on texts like them.
+
+    All archives of a catalog share these transforms. Without --texts they are fitted on the first document that is
+    added; some thousand tokens of several documents suit the others better. The texts are not added. What a catalog is
+    fitted on stays: on one that has documents, or was fitted before, --texts changes nothing.
+
+    \b
+    Examples:
+      ragkv catalog create library --model demo --texts march.txt --texts april.txt
+      ragkv catalog create library --model Qwen/Qwen3-8B --recipe small.toml
+    """
+    settings = Recipe.from_toml(recipe) if recipe else None
+    documents, faults = read_documents(texts) if texts else ([], [])
+    if faults:  # what is fitted once should not depend on what can be read today
+        raise ConfigError(faults[0]["error"])
+    made = _open_to_add(folder, model, settings, layout=layout, dtype=dtype, device=device)
+    if documents:
+        with progress("texts") as report:
+            made.fit_transforms([text for _, text in documents], on_progress=report)
+    if as_json:
+        print_json({"catalog": str(folder), "model": made.model_name, "fitted": made.has_transforms})
+        return
+    fitted = "fitted" if made.has_transforms else "fitted on the first document that is added"
+    out.print(f"{folder}: of {made.model_name}, {fitted}", markup=False, soft_wrap=True)
 
 
 @catalog.command("list")
@@ -146,7 +209,8 @@ def remove(
     """Take documents out of a catalog. No model is loaded.
 
     The files stay, so that whoever reads them is not disturbed, until ragkv catalog gc deletes them; up to then,
-    adding the same text brings the document back at once. A document that fails does not stop the others.
+    adding the same text brings the document back at once. Of a text that has several names only the name that is given
+    goes, and the text stays under the others. A document that fails does not stop the others.
 
     \b
     Examples:
@@ -154,23 +218,20 @@ def remove(
       ragkv catalog remove library 3fa9c1 77b0e2
     """
     from ragkv.catalog.catalog import Catalog
-    from ragkv.catalog.head import is_document_id
 
     found = Catalog.open(folder)
     rows, faults = [], []
     for word in documents:
         try:
-            # A whole id also names a document that is too damaged to be listed.
-            document_id = word if is_document_id(word) else found.entry(word).id
-            found.remove(document_id)
-            rows.append({"document": word, "id": document_id})
+            rows.append({"document": word, **_remove(found, word)})
         except RagkvError as error:
             faults.append({"document": word, "error": " ".join(str(error).split())})
     if as_json:
         print_json({"catalog": str(folder), "removed": rows, "failed": faults})
     else:
         for row in rows:
-            out.print(f"{row['id'][:ID_SHOWN]}: removed", markup=False, soft_wrap=True)
+            stays = f"; the text stays as {', '.join(map(_on_one_line, row['kept_as']))}" if row["kept_as"] else ""
+            out.print(f"{row['id'][:ID_SHOWN]}: removed{stays}", markup=False, soft_wrap=True)
     _end(faults, "document")
 
 
@@ -184,7 +245,7 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted, and delete nothing.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete the files of documents that were removed, and what builds that died left behind more than a day ago.
+    """Delete the files of documents that were removed, and what builds that died left behind.
 
     An archive that somebody has open goes on answering. No model is loaded.
 
@@ -217,6 +278,20 @@ def gc(
     )
 
 
+def _remove(found: Catalog, word: str) -> dict[str, Any]:
+    """Remove the document that a word means, or of several names the one that it is."""
+    from ragkv.catalog.entries import name_meant
+    from ragkv.catalog.head import is_document_id
+
+    if is_document_id(word):  # which also names a document that is too damaged to be listed
+        found.remove(word)
+        return {"id": word, "kept_as": []}
+    entry = found.entry(word)
+    name = name_meant(entry, word)
+    found.remove(entry.id, name=name)
+    return {"id": entry.id, "kept_as": [] if name is None else [other for other in entry.names if other != name]}
+
+
 def _open_to_add(
     folder: Path, model: str | None, recipe: Recipe | None, *, layout: str, dtype: str | None, device: str | None
 ) -> Catalog:
@@ -234,17 +309,20 @@ def _open_to_add(
     return Catalog.create(folder, loaded, layout=chosen, recipe=recipe)
 
 
-def _add_one(into: Catalog, path: Path, text: str, *, kept: set[str] | None) -> dict[str, Any]:
-    """Add one file; with `kept`, other documents of its name are removed, but not these ids."""
-    name = path.name.encode("utf-8", "replace").decode()  # a file name need not be UTF-8, the archive's name is
+def _add_one(into: Catalog, path: Path, text: str) -> dict[str, Any]:
+    """Add one file under its path as it was given."""
+    name = source_name(path)
     with progress(path.name) as report:
         entry = into.add(text, name=name, on_progress=report)
-    replaced = []
-    if kept is not None:
-        replaced = [old.id for old in into.entries() if old.name == name and old.id not in {entry.id, *kept}]
-    for old in replaced:
-        into.remove(old)
-    return {"file": str(path), **_row(entry), "built": entry.built, "replaced": replaced}
+    return {"file": str(path), **_row(entry), "name": name, "built": entry.built, "replaced": []}
+
+
+def _replace(into: Catalog, document_id: str, name: str) -> list[str]:
+    """Take `name` from every other document; the ids of those that had it. One that has other names keeps them."""
+    others = [old.id for old in into.entries() if name in old.names and old.id != document_id]
+    for other in others:
+        into.remove(other, name=name)
+    return others
 
 
 def _row(entry: CatalogEntry) -> dict[str, Any]:

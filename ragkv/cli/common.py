@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -20,7 +20,7 @@ from rich.progress import (
 )
 
 from ragkv.cli.output import err
-from ragkv.errors import ConfigError
+from ragkv.errors import ConfigError, RagkvError
 
 if TYPE_CHECKING:
     from ragkv.model.load import LoadedModel
@@ -90,6 +90,39 @@ def read_layout(path: Path) -> PromptLayout:
     if values or not isinstance(prompt, str) or not isinstance(stop, list) or not all(isinstance(s, str) for s in stop):
         raise ConfigError(f"layout file {str(path)!r} must hold 'prompt', a text, and may hold 'stop', a list of texts")
     return PromptLayout.from_prompt(prompt, stop=tuple(stop))
+
+
+def source_name(path: Path) -> str:
+    """A path as it was given, as the name of its document: bytes of it that are not UTF-8 are written out."""
+    return str(path).encode("utf-8", "backslashreplace").decode()
+
+
+def read_documents(files: Sequence[Path]) -> tuple[list[tuple[Path, str]], list[dict[str, str]]]:
+    """Read every document before a model is loaded, so that a wrong name costs nothing.
+
+    Returns those that can be read, and of the others the file and the error.
+
+    Raises
+    ------
+    ConfigError
+        If none can be read.
+    """
+    from ragkv.text import read_text
+
+    documents, faults = [], []
+    for path in dict.fromkeys(files):
+        try:
+            documents.append((path, read_text(path)))
+        except ConfigError as error:
+            faults.append(fault_of(path, error))
+    if not documents:
+        raise ConfigError("; ".join(fault["error"] for fault in faults))
+    return documents, faults
+
+
+def fault_of(path: Path, error: RagkvError) -> dict[str, str]:
+    """What is told of a file that failed."""
+    return {"file": str(path), "error": " ".join(str(error).split())}
 
 
 @contextmanager

@@ -44,23 +44,39 @@ def inspect(
 def _print_head(archive: dict[str, Any]) -> None:
     from rich.text import Text
 
-    document, model, counts, recipe = (archive[name] for name in ("document", "model", "counts", "recipe"))
-    exact = counts["n_tokens"] - counts["archived_tokens"]
+    document, model, counts, layers = (archive[name] for name in ("document", "model", "counts", "layers"))
+    spreads = [layer["clusters"] for layer in layers if layer["clusters"] is not None]
+    tokens = f"{counts['prefix_tokens']:,} prefix + {counts['document_tokens']:,} document"
+    clusters = "none: every token is always attended"
+    if spreads:
+        exact = counts["n_tokens"] - counts["archived_tokens"]
+        tokens += f"; in global layers {counts['archived_tokens']:,} in clusters and {exact:,} always attended"
+        clusters = (
+            f"{counts['clusters_asked']:,} asked of each KV head, {min(each['min'] for each in spreads):,} to "
+            f"{max(each['max'] for each in spreads):,} built"
+        )
     lines = {
         "document": f"{document['name'] or '(no name)'}, SHA-256 {document['sha256'][:12]}...",
         "model": f"{model['name']} ({model['model_type']}, {model['dtype']}), "
         f"weights SHA-256 {model['weights_sha256'][:12]}...",
-        "tokens": f"{counts['prefix_tokens']:,} prefix + {counts['document_tokens']:,} document; "
-        f"{counts['archived_tokens']:,} archived, {exact:,} always exact in global layers",
-        "recipe": _listed({name: value for name, value in recipe["asked"].items() if name != "recall"}),
-        "recall": _listed(recipe["asked"]["recall"]),
-        "clusters": f"{recipe['built']['clusters_asked']:,} asked of each KV head, "
-        f"{recipe['built']['clusters_min']:,} to {recipe['built']['clusters_max']:,} built",
+        "tokens": tokens,
+        "recipe": _listed(archive["recipe"]),
+        "recall": _listed(archive["policy"]),
+        "clusters": clusters,
+        "transforms": _whose_transforms(archive),
         "built by": f"{archive['created_by']}, format version {archive['version']}",
     }
     width = max(map(len, lines))
     for name, text in lines.items():
         out.print(Text.assemble((f"{name:<{width}}  ", "bold"), text), soft_wrap=True)
+
+
+def _whose_transforms(archive: dict[str, Any]) -> str:
+    """Where the rotations are that keys and values are written in: an archive of a catalog shares the catalog's."""
+    if archive["transforms"] is None:
+        return "none, because there are no clusters"
+    whose = "its own" if "transforms" in archive["bytes"] else "those of its catalog"
+    return f"{whose}, SHA-256 {archive['transforms'][:12]}..."
 
 
 def _listed(values: dict[str, Any]) -> str:
