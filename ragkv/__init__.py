@@ -35,7 +35,7 @@ _HOMES = {
     "ArchiveCache": "recall.cache",
     "BuildResult": "build.builder",
     "Catalog": "catalog.catalog",
-    "CatalogEntry": "catalog.folder",
+    "CatalogEntry": "catalog.entries",
     "Composition": "recall.composition",
     "LoadedModel": "model.load",
     "PrefilledDocument": "recall.prefilled",

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from ragkv import LoadedModel, PromptLayout
+from ragkv.archive.publish import LOCK_FILE
 from ragkv.catalog.catalog import Catalog
 from tests.archives import SMALL, loaded
 from tests.tiny import TEXT
@@ -28,7 +29,8 @@ def fill(path: Path) -> Path:
 
 
 def documents(catalog: Catalog) -> list[str]:
-    return sorted(found.name for found in (catalog.path / "documents").iterdir())
+    """What stands in the folder of documents beside its lock."""
+    return sorted(found.name for found in (catalog.path / "documents").iterdir() if found.name != LOCK_FILE)
 
 
 def age(path: Path, seconds: float) -> None:

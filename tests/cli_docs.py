@@ -10,7 +10,7 @@ from ragkv.cli.app import app
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 COMMANDS = ("ledger", "fit", "build", "ask", "inspect", "verify", "bench", "calibrate", "eval", "catalog")
-CATALOG_COMMANDS = ("add", "list", "remove", "gc")
+CATALOG_COMMANDS = ("create", "add", "list", "remove", "gc")
 _INTRODUCTION = """\
 # Command line
 

@@ -44,11 +44,12 @@ def catalog(filled: Path, tmp_path: Path) -> Catalog:
 # --- content and names
 
 
-def test_the_same_text_twice_is_one_archive_under_its_first_name(tmp_path: Path) -> None:
+def test_the_same_text_twice_is_one_archive_under_both_names(tmp_path: Path) -> None:
     catalog = make(tmp_path / "c")
     first, second = catalog.add(TEXT, name="a"), catalog.add(TEXT, name="b")
     assert (first.built, second.built) == (True, False)
-    assert second == replace(first, built=False)
+    assert second == replace(first, built=False, names=("a", "b"))
+    assert catalog.entry("a") == catalog.entry("b") == second
     assert documents(catalog) == [first.id]
     assert first.id == catalog.document_id(TEXT)
     assert first.id in catalog
@@ -175,10 +176,10 @@ def test_the_weights_are_hashed_once(filled: Path, tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("old", "new", "error", "said"),
     [
-        ('"version": 1,', '"version": 2,', ArchiveFormatError, "format version 2, this release reads 1"),
-        ("ragkv-catalog", "ragkv-archive", ArchiveFormatError, "not the head of a ragkv-catalog"),
+        ('"version": 2,', '"version": 3,', ArchiveFormatError, "format version 3, this release reads 2"),
+        ("ragkv-catalog", "ragkv-archive", ArchiveFormatError, "not a ragkv-catalog file"),
         ("tiny-llama", "tiny-lemur", ArchiveCorruptError, "checksum does not hold"),
-        ('"seed": 0', '"seed": 1', ArchiveCorruptError, "checksum does not hold"),
+        ('"sink_tokens": 4', '"sink_tokens": 5', ArchiveCorruptError, "checksum does not hold"),
         ('"layout"', "", ArchiveCorruptError, "not valid JSON"),
     ],
 )
@@ -199,8 +200,8 @@ def test_a_head_that_was_altered_is_one_error(
         (lambda body: body["model"].pop("dtype"), "dtype"),
         (lambda body: body["model"].update(dtype="int8"), "model.dtype is 'int8'"),
         (lambda body: body.update(created_by=3), "created_by is 3, not text"),
-        (lambda body: body["recipe"].update(seed=-1), "seed is -1"),
-        (lambda body: body.update(extra=1), "fields that format version 1 does not have"),
+        (lambda body: body["recipe"].update(sink_tokens=-1), "sink_tokens is -1"),
+        (lambda body: body.update(extra=1), "fields that format version 2 does not have"),
         (lambda body: body.update(layout=[]), "field missing or of the wrong kind"),
     ],
 )
@@ -211,7 +212,7 @@ def test_a_head_with_wrong_fields_under_a_right_checksum_is_one_error(
     body = json.loads(head.read_text(encoding="utf-8"))
     del body["sha256"]
     change(body)
-    head.write_text(json.dumps({**body, "sha256": fingerprint.json_sha256(body)}), encoding="utf-8")
+    head.write_text(json.dumps({**body, "sha256": fingerprint.json_sha256(body)}) + "\n", encoding="utf-8")
     with pytest.raises(ArchiveFormatError, match=said):
         Catalog.open(catalog.path)
 

@@ -117,7 +117,7 @@ def test_nothing_is_added_where_another_catalog_stands_by_now(catalog: Catalog) 
 
 def test_nothing_is_added_where_the_head_was_damaged(catalog: Catalog) -> None:
     (catalog.path / "catalog.json").write_text("{", encoding="utf-8")
-    with pytest.raises(ArchiveCorruptError, match="not valid JSON"):
+    with pytest.raises(ArchiveCorruptError, match="it was cut short"):
         catalog.add(TEXT)
     assert len(documents(catalog)) == 3
 
@@ -217,7 +217,7 @@ def test_names_keep_to_their_line_and_command_no_terminal(workplace: Path) -> No
         for name in ("-dash.txt", "new\\nline.txt", "red\\x1b[31m.txt", "[red]x.txt", names[-1]):
             assert name in text
     _, told, _ = run("catalog", "list", workplace / "c", "--json")
-    assert sorted(row["name"] for row in json.loads(told)["documents"]) == sorted(names)
+    assert sorted(Path(row["name"]).name for row in json.loads(told)["documents"]) == sorted(names)
     code, _, fault = run("catalog", "remove", workplace / "c", "--", "-dash.txt", "no\nname")
     assert code == 2
     assert len(fault.splitlines()) == 2, "one line of error, and the exit code"

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from ragkv import Archive
 from ragkv.answer.ask import ask
@@ -112,23 +113,45 @@ def test_a_document_that_was_cleared_away_is_built_again(catalog: Catalog) -> No
     assert verify_archive(entry.path) == []
 
 
-def test_what_dead_builds_left_goes_after_a_day(catalog: Catalog) -> None:
-    for name, hours in ((".a.x.tmp", 25), (".a.y.old", 25), (".b.z.tmp", 23)):
-        left = catalog.path / "documents" / name / "layers"
-        left.mkdir(parents=True)
-        (left / "000.rows.parquet").write_bytes(b"12345")
-        age(left.parent, hours * 3600)
-    result = catalog.gc()
-    assert (result.documents, result.temporary, result.bytes) == ((), 2, 10)
-    assert [name for name in documents(catalog) if name.startswith(".")] == [".b.z.tmp"]
+def test_what_dead_builds_left_goes_and_what_a_living_one_is_writing_stays(catalog: Catalog) -> None:
+    folder = catalog.path / "documents"
+    living = FileLock(folder / ".a.00000000000a.lock")
+    for token in ("00000000000a", "00000000000b"):
+        (folder / f".a.{token}.tmp").mkdir()
+        (folder / f".a.{token}.tmp" / "rows.parquet").write_bytes(b"12345")
+        (folder / f".a.{token}.lock").touch()
+    with living:
+        result = catalog.gc()
+        assert (result.documents, result.temporary, result.bytes) == ((), 2, 5)
+        left = [name for name in documents(catalog) if name.startswith(".")]
+        assert left == [".a.00000000000a.lock", ".a.00000000000a.tmp"]
+    assert catalog.gc().temporary == 2
+    assert len(documents(catalog)) == 3
 
 
-def test_a_build_that_goes_on_for_long_is_not_taken_for_a_dead_one(catalog: Catalog) -> None:
-    left = catalog.path / "documents" / ".a.x.tmp"
-    (left / "layers").mkdir(parents=True)
-    age(left, 25 * 3600)
-    (left / "layers" / "007.rows.parquet").touch()
-    assert catalog.gc().temporary == 0
+def test_an_archive_that_was_being_replaced_when_the_build_died_is_listed_and_opens(catalog: Catalog) -> None:
+    before = catalog.entries()
+    entry = before[0]
+    entry.path.rename(entry.path.with_name(f".{entry.id}.0123456789ab.old"))
+    assert catalog.entries() == before
+    assert catalog.archive(entry.id).name == entry.name
+    assert len(documents(catalog)) == 3
+
+
+def test_a_document_that_was_being_deleted_does_not_come_back(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its mark goes before its files do: a process that dies between the two has deleted it."""
+    entry = catalog.entries()[0]
+    catalog.remove(entry.id)
+    monkeypatch.setattr("ragkv.catalog.folder.delete", lambda _: None)
+    catalog.gc(0)
+    monkeypatch.undo()
+    assert len(documents(catalog)) == 3
+    assert entry.id not in catalog
+    assert entry.id not in [each.id for each in catalog.entries()]
+    catalog.gc(0)
+    assert len(documents(catalog)) == 2
 
 
 @pytest.mark.parametrize("grace", [-1, float("nan"), float("inf")])
@@ -173,7 +196,7 @@ def test_an_archive_of_another_layout_is_refused(catalog: Catalog) -> None:
 
 def test_adding_mends_a_document_that_lost_a_part_of_a_file(catalog: Catalog) -> None:
     entry = catalog.entries()[0]
-    rows = entry.path / "layers" / "000.rows.parquet"
+    rows = entry.path / "rows.parquet"
     rows.write_bytes(rows.read_bytes()[:-1])
     assert catalog.add(TEXTS[0], name=entry.name) == replace(entry, built=True)
     assert verify_archive(entry.path) == []
@@ -181,7 +204,7 @@ def test_adding_mends_a_document_that_lost_a_part_of_a_file(catalog: Catalog) ->
 
 def test_to_remove_and_add_again_mends_a_changed_byte(catalog: Catalog) -> None:
     entry = catalog.entries()[0]
-    rows = entry.path / "layers" / "000.rows.parquet"
+    rows = entry.path / "rows.parquet"
     raw = bytearray(rows.read_bytes())
     raw[100] ^= 1
     rows.write_bytes(raw)
@@ -237,7 +260,7 @@ def test_an_archive_that_another_process_built_meanwhile_stays(tmp_path: Path) -
             seen.append(listing(other.add(TEXT, name="theirs").path))
 
     entry = catalog.add(TEXT, name="ours", on_progress=build_another)
-    assert (entry.name, entry.built) == ("theirs", False)
+    assert (entry.names, entry.built) == (("ours", "theirs"), False)
     assert listing(entry.path) == seen[0]
     assert documents(catalog) == [entry.id]
 

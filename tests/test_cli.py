@@ -33,7 +33,9 @@ ASK_KEYS = {
 }
 RATIOS = {
     "build_over_prefill",
+    "cold_over_warm",
     "disk_over_dense",
+    "open_over_zero",
     "resident_over_dense",
     "tpot_archive_over_dense",
     "tpot_archive_over_zero",
@@ -79,7 +81,7 @@ def archive(workplace: Path) -> Path:
 
 def test_build_makes_an_archive_named_after_the_file(workplace: Path, archive: Path) -> None:
     opened = Archive.open(archive, load_model(str(workplace / "model")))
-    assert opened.manifest.document_name == "harbour.txt"
+    assert opened.manifest.document_name == str(workplace / "harbour.txt")
 
 
 def test_build_again_leaves_what_is_up_to_date(workplace: Path, archive: Path) -> None:
@@ -98,7 +100,7 @@ def test_another_recipe_is_built_anew(workplace: Path, tmp_path: Path) -> None:
     _, shown, _ = run(*common, "--tokens-per-cluster", 3)
     row = json.loads(shown)["archives"][0]
     assert row["built"] is True
-    assert json.loads((tmp_path / "ferry" / "manifest.json").read_text())["recipe"]["asked"]["tokens_per_cluster"] == 3
+    assert json.loads((tmp_path / "ferry" / "manifest.json").read_text())["recipe"]["tokens_per_cluster"] == 3
 
 
 def test_a_document_that_fails_does_not_stop_the_others(workplace: Path, tmp_path: Path) -> None:

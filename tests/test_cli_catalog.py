@@ -38,7 +38,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     code, shown, fault = run(*words, "--recipe", folder / "small.toml")
     assert code == 0, fault
     lines = shown.splitlines()
-    assert [line.split()[1] for line in lines] == ["barge.txt:", "cutter.txt:"]
+    assert [line.split()[1] for line in lines] == [f"{folder / name}.txt:" for name in ("barge", "cutter")]
     assert all(line.endswith("KiB, built") for line in lines)
     return folder
 
@@ -50,14 +50,15 @@ def folder(workplace: Path, tmp_path: Path) -> Path:
 
 
 def ids(folder: Path) -> dict[str, str]:
-    return {entry.name: entry.id for entry in Catalog.open(folder).entries()}
+    """Ids by the last part of the name."""
+    return {Path(entry.name).name: entry.id for entry in Catalog.open(folder).entries()}
 
 
 def test_what_is_there_is_said_and_the_model_is_the_catalogs(workplace: Path, folder: Path) -> None:
     code, shown, fault = run("add", folder, workplace / "barge.txt", workplace / "dinghy.txt")
     assert code == 0, fault
     first, second = shown.splitlines()
-    assert first.startswith(f"{ids(folder)['barge.txt'][:12]}  barge.txt: ")
+    assert first.startswith(f"{ids(folder)['barge.txt'][:12]}  {workplace / 'barge.txt'}: ")
     assert first.endswith("already there")
     assert second.endswith("built")
 
@@ -71,7 +72,7 @@ def test_add_writes_one_json_object_and_goes_on_after_a_document_that_fails(work
         {
             "file": str(workplace / "dinghy.txt"),
             "id": entry.id,
-            "name": "dinghy.txt",
+            "name": str(workplace / "dinghy.txt"),
             "tokens": entry.tokens,
             "bytes": entry.bytes,
             "built": True,
@@ -82,16 +83,70 @@ def test_add_writes_one_json_object_and_goes_on_after_a_document_that_fails(work
     assert f"error: {workplace / 'empty.txt'}: the document is empty" in fault
 
 
-def test_replace_removes_other_documents_of_the_name(workplace: Path, folder: Path, tmp_path: Path) -> None:
+def test_replace_takes_the_name_from_other_documents(workplace: Path, folder: Path, tmp_path: Path) -> None:
+    """A name is a path as it is given: another file of the same last part is another document."""
     before = ids(folder)
     (tmp_path / "barge.txt").write_text(TEXT, encoding="utf-8")
     code, shown, fault = run("add", folder, tmp_path / "barge.txt", "--replace")
     assert code == 0, fault
-    assert shown.rstrip().endswith(f"built, instead of {before['barge.txt'][:12]}")
-    after = ids(folder)
-    assert after.keys() == before.keys()
-    assert after["cutter.txt"] == before["cutter.txt"]
+    assert shown.rstrip().endswith("built")
+    assert before["barge.txt"] in Catalog.open(folder)
+    (tmp_path / "barge.txt").write_text(TEXT + TEXT, encoding="utf-8")
+    replaced = Catalog.open(folder).entry(str(tmp_path / "barge.txt")).id
+    _, shown, _ = run("add", folder, tmp_path / "barge.txt", "--replace")
+    assert shown.rstrip().endswith(f"built, instead of {replaced[:12]}")
+    found = Catalog.open(folder)
+    assert replaced not in found
+    assert before["barge.txt"] in found
+    assert len(found.entries()) == 3
+
+
+def test_a_text_stays_while_it_has_a_name(workplace: Path, folder: Path, tmp_path: Path) -> None:
+    before = ids(folder)
+    copy = shutil.copy(workplace / "barge.txt", tmp_path / "copy.txt")
+    assert run("add", folder, copy)[0] == 0
+    code, shown, _ = run("remove", folder, workplace / "barge.txt")
+    assert (code, shown) == (0, f"{before['barge.txt'][:12]}: removed; the text stays as {copy}\n")
+    assert Catalog.open(folder).entry("copy.txt").id == before["barge.txt"]
+    assert run("remove", folder, "copy.txt")[:2] == (0, f"{before['barge.txt'][:12]}: removed\n")
     assert before["barge.txt"] not in Catalog.open(folder)
+
+
+def test_a_word_for_several_names_of_one_text_is_refused(workplace: Path, folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copy(workplace / "barge.txt", tmp_path / "barge.txt")
+    assert run("add", folder, copy)[0] == 0
+    code, _, fault = run("remove", folder, "barge.txt")
+    assert code == 2
+    assert "'barge.txt' is 2 names of one text" in fault
+    assert ids(folder).keys() == {"barge.txt", "cutter.txt"}
+
+
+def test_create_fits_the_codes_on_texts_and_adds_none_of_them(workplace: Path, tmp_path: Path) -> None:
+    words = ("--model", workplace / "model", "--recipe", workplace / "small.toml")
+    texts = ("--texts", workplace / "barge.txt", "--texts", workplace / "cutter.txt")
+    code, shown, fault = run("create", tmp_path / "c", *words, *texts)
+    assert code == 0, fault
+    assert shown == f"{tmp_path / 'c'}: of {workplace / 'model'}, fitted\n"
+    assert Catalog.open(tmp_path / "c").entries() == []
+    (before,) = (tmp_path / "c" / "transforms").glob("*.parquet")
+    assert run("add", tmp_path / "c", workplace / "dinghy.txt")[0] == 0
+    assert [*(tmp_path / "c" / "transforms").glob("*.parquet")] == [before]
+
+
+def test_create_without_texts_leaves_that_to_the_first_document(workplace: Path, tmp_path: Path) -> None:
+    words = ("--model", workplace / "model", "--recipe", workplace / "small.toml", "--json")
+    code, shown, fault = run("create", tmp_path / "c", *words)
+    assert code == 0, fault
+    model = str(workplace / "model")
+    assert json.loads(shown) == {"catalog": str(tmp_path / "c"), "model": model, "fitted": False}
+
+
+def test_create_fits_on_all_texts_or_on_none(workplace: Path, tmp_path: Path) -> None:
+    texts = ("--texts", workplace / "barge.txt", "--texts", tmp_path / "missing.txt")
+    code, _, fault = run("create", tmp_path / "c", "--model", workplace / "model", *texts)
+    assert code != 0
+    assert "missing.txt' cannot be read" in fault
+    assert not (tmp_path / "c").exists()
 
 
 def test_list_shows_each_document_and_the_sum(folder: Path) -> None:
@@ -105,7 +160,7 @@ def test_list_shows_each_document_and_the_sum(folder: Path) -> None:
 
 def test_list_writes_one_json_object_of_what_matches(workplace: Path, folder: Path) -> None:
     code, shown, fault = run("list", folder, "CUTTER", "--json")
-    (entry,) = Catalog.open(folder).entries("cutter")
+    (entry,) = Catalog.open(folder).entries("cutter.txt")
     assert (code, fault) == (0, "")
     assert json.loads(shown) == {
         "catalog": str(folder),
@@ -113,7 +168,7 @@ def test_list_writes_one_json_object_of_what_matches(workplace: Path, folder: Pa
         "documents": [
             {
                 "id": entry.id,
-                "name": "cutter.txt",
+                "name": str(workplace / "cutter.txt"),
                 "tokens": entry.tokens,
                 "bytes": entry.bytes,
                 "path": str(entry.path),
@@ -148,7 +203,7 @@ def test_remove_goes_on_after_a_document_that_is_not_there(folder: Path) -> None
     code, shown, fault = run("remove", folder, "nothing", wanted[:8], "--json")
     account = json.loads(shown)
     assert code == 2
-    assert account["removed"] == [{"document": wanted[:8], "id": wanted}]
+    assert account["removed"] == [{"document": wanted[:8], "id": wanted, "kept_as": []}]
     assert [each["document"] for each in account["failed"]] == ["nothing"]
     assert fault.startswith("error: nothing: no document 'nothing' in the catalog: it holds ")
 
@@ -168,7 +223,6 @@ def test_a_document_too_damaged_to_be_listed_is_removed_by_its_id(folder: Path) 
         (("add", "nowhere", "{}/barge.txt"), "there is no catalog in 'nowhere' yet; give --model"),
         (("add", "nowhere", "missing.txt", "--model", "demo"), "'missing.txt' cannot be read"),
         (("add", "{}/model", "{}/barge.txt", "--model", "demo"), "exists and is not a catalog"),
-        (("add", "{}/c", "a/x.txt", "b/x.txt", "--replace"), "two files have the same name"),
         (("add", "{}/c", "{}/barge.txt", "--recipe", "missing.toml"), "recipe file 'missing.toml' cannot be read"),
         (("list", "nowhere"), "no catalog in 'nowhere': there is no such folder"),
         (("remove", "nowhere", "x"), "no catalog in 'nowhere'"),
@@ -184,7 +238,7 @@ def test_wrong_input_is_one_sentence(workplace: Path, words: tuple[object, ...],
 
 
 def test_another_recipe_or_dtype_than_the_catalogs_is_refused(workplace: Path, folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "other.toml").write_text("seed = 3\n", encoding="utf-8")
+    (tmp_path / "other.toml").write_text("tokens_per_cluster = 8\n", encoding="utf-8")
     _, _, fault = run("add", folder, workplace / "dinghy.txt", "--recipe", tmp_path / "other.toml")
     assert "recipe has tokens_per_cluster 4, and 8 was asked for" in fault
     code, _, fault = run("add", folder, workplace / "dinghy.txt", "--dtype", "bf16")

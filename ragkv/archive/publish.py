@@ -14,7 +14,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +29,7 @@ LOCK_FILE = ".ragkv.lock"
 _BUILDING, _ASIDE, _ALIVE = ".tmp", ".old", ".lock"
 _LEFT = re.compile(r"\.(?P<name>.+)\.(?P<token>[0-9a-f]{12})\.(?:tmp|old|lock)")
 _BLOCK = 1 << 20
+_PATIENCE = 0.005  # seconds between two tries to get a lock, which is held for a few renames
 
 
 @contextmanager
@@ -59,7 +60,9 @@ def staging(path: Path, keep: Callable[[Path], bool] | None = None, *, rubble: b
 def check_place(path: Path) -> None:
     """Refuse a place where something other than an archive or an empty folder stands."""
     if is_there(path):
-        with publishing_in(path.parent):  # else a builder could swap archives between two of these looks
+        # A builder could swap archives between two of these looks, and has made the lock before.
+        held = publishing_in(path.parent) if is_there(path.parent / LOCK_FILE) else nullcontext()
+        with held:
             _check_place(path)
 
 
@@ -170,7 +173,7 @@ def _writing(path: Path) -> Iterator[None]:
 def _holding(file: Path) -> Iterator[None]:
     lock = FileLock(file, mode=0o666)
     try:
-        lock.acquire()
+        lock.acquire(poll_interval=_PATIENCE)
     except (OSError, NotImplementedError):
         yield
         return

@@ -139,6 +139,11 @@ class Catalog:
         return self._transforms.resident_bytes + sum(archive.resident_bytes for archive in held)
 
     @property
+    def has_transforms(self) -> bool:
+        """Whether it is decided what the archives are coded in: by `fit_transforms`, or by the first document."""
+        return self._transforms.get() is not None
+
+    @property
     def model_name(self) -> str:
         """The name by which the model was loaded when the catalog was made."""
         return self._head.model_name

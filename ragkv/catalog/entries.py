@@ -74,6 +74,20 @@ def find_entry(entries: list[CatalogEntry], word: str) -> CatalogEntry:
     )
 
 
+def name_meant(entry: CatalogEntry, word: str) -> str | None:
+    """The name of a document that `word` is, whole or as its last part; None where it is the start of its id.
+
+    Raises
+    ------
+    ConfigError
+        If it is the last part of several of them.
+    """
+    found = [name for name in entry.names if name == word] or [name for name in entry.names if _base(name) == word]
+    if len(found) > 1:
+        raise ConfigError(f"{word!r} is {len(found)} names of one text: {', '.join(found)}; give one of them whole")
+    return found[0] if found else None
+
+
 def with_match(entries: list[CatalogEntry], match: str) -> list[CatalogEntry]:
     """The documents with `match` in their name, in any case, or at the start of their id."""
     wanted = match.casefold()

@@ -114,6 +114,53 @@ def add(
     _end(faults, "file")
 
 
+@catalog.command()
+def create(
+    folder: Folder,
+    *,
+    model: Annotated[str, typer.Option(help="'demo', a hub id, a local folder or a .gguf file.")],
+    texts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            callback=local,
+            metavar="FILE",
+            help="Text that the catalog's codes are fitted on; give it again for more. [default: the first document]",
+        ),
+    ] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(callback=local, help="TOML file that says how the catalog's archives are built.")
+    ] = None,
+    layout: LayoutOption = "auto",
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a catalog, and fit what its documents are coded in on texts like them.
+
+    All archives of a catalog share these transforms. Without --texts they are fitted on the first document that is
+    added; some thousand tokens of several documents suit the others better. The texts are not added. What a catalog is
+    fitted on stays: on one that has documents, or was fitted before, --texts changes nothing.
+
+    \b
+    Examples:
+      ragkv catalog create library --model demo --texts march.txt --texts april.txt
+      ragkv catalog create library --model Qwen/Qwen3-8B --recipe small.toml
+    """
+    settings = Recipe.from_toml(recipe) if recipe else None
+    documents, faults = read_documents(texts) if texts else ([], [])
+    if faults:  # what is fitted once should not depend on what can be read today
+        raise ConfigError(faults[0]["error"])
+    made = _open_to_add(folder, model, settings, layout=layout, dtype=dtype, device=device)
+    if documents:
+        with progress("texts") as report:
+            made.fit_transforms([text for _, text in documents], on_progress=report)
+    if as_json:
+        print_json({"catalog": str(folder), "model": made.model_name, "fitted": made.has_transforms})
+        return
+    fitted = "fitted" if made.has_transforms else "fitted on the first document that is added"
+    out.print(f"{folder}: of {made.model_name}, {fitted}", markup=False, soft_wrap=True)
+
+
 @catalog.command("list")
 def list_documents(
     folder: Folder,
@@ -162,7 +209,8 @@ def remove(
     """Take documents out of a catalog. No model is loaded.
 
     The files stay, so that whoever reads them is not disturbed, until ragkv catalog gc deletes them; up to then,
-    adding the same text brings the document back at once. A document that fails does not stop the others.
+    adding the same text brings the document back at once. Of a text that has several names only the name that is given
+    goes, and the text stays under the others. A document that fails does not stop the others.
 
     \b
     Examples:
@@ -170,23 +218,20 @@ def remove(
       ragkv catalog remove library 3fa9c1 77b0e2
     """
     from ragkv.catalog.catalog import Catalog
-    from ragkv.catalog.head import is_document_id
 
     found = Catalog.open(folder)
     rows, faults = [], []
     for word in documents:
         try:
-            # A whole id also names a document that is too damaged to be listed.
-            document_id = word if is_document_id(word) else found.entry(word).id
-            found.remove(document_id)
-            rows.append({"document": word, "id": document_id})
+            rows.append({"document": word, **_remove(found, word)})
         except RagkvError as error:
             faults.append({"document": word, "error": " ".join(str(error).split())})
     if as_json:
         print_json({"catalog": str(folder), "removed": rows, "failed": faults})
     else:
         for row in rows:
-            out.print(f"{row['id'][:ID_SHOWN]}: removed", markup=False, soft_wrap=True)
+            stays = f"; the text stays as {', '.join(map(_on_one_line, row['kept_as']))}" if row["kept_as"] else ""
+            out.print(f"{row['id'][:ID_SHOWN]}: removed{stays}", markup=False, soft_wrap=True)
     _end(faults, "document")
 
 
@@ -200,7 +245,7 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted, and delete nothing.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete the files of documents that were removed, and what builds that died left behind more than a day ago.
+    """Delete the files of documents that were removed, and what builds that died left behind.
 
     An archive that somebody has open goes on answering. No model is loaded.
 
@@ -231,6 +276,20 @@ def gc(
         markup=False,
         soft_wrap=True,
     )
+
+
+def _remove(found: Catalog, word: str) -> dict[str, Any]:
+    """Remove the document that a word means, or of several names the one that it is."""
+    from ragkv.catalog.entries import name_meant
+    from ragkv.catalog.head import is_document_id
+
+    if is_document_id(word):  # which also names a document that is too damaged to be listed
+        found.remove(word)
+        return {"id": word, "kept_as": []}
+    entry = found.entry(word)
+    name = name_meant(entry, word)
+    found.remove(entry.id, name=name)
+    return {"id": entry.id, "kept_as": [] if name is None else [other for other in entry.names if other != name]}
 
 
 def _open_to_add(
