@@ -7,6 +7,7 @@ it dies or hangs, that is counted and another goes on.
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import random
 import resource
@@ -99,6 +100,7 @@ def _watch(folder: Path, first: int, last: int, seed: int, counts: Counter[str])
 
 def _read_cases(folder: Path, first: int, last: int, seed: int, answers: Connection) -> None:
     torch.set_num_threads(1)
+    logging.getLogger("ragkv").setLevel(logging.ERROR)
     for place, (model, _) in enumerate(_SUBJECTS):  # what a first use takes is no fault of an archive
         _use(folder / f"subject-{place}", model)
     own = psutil.Process().memory_info()

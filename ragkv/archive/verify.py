@@ -112,8 +112,6 @@ def _extra_files(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 def _token_faults(snapshot: Snapshot) -> Iterator[str]:
     tokens, n_prefix = snapshot.tokens, snapshot.manifest.prefix_tokens
-    if bool((tokens.ids < 0).any()):
-        yield f"{TOKENS_FILE}: a token id is negative"
     outside = (tokens.start == NO_OFFSET) & (tokens.end == NO_OFFSET)
     if not bool(outside[:n_prefix].all()) or bool(outside[n_prefix:].any()):
         yield f"{TOKENS_FILE}: the tokens without offsets are not the {n_prefix} of the prefix"
