@@ -13,6 +13,7 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -40,6 +41,7 @@ _WRONG = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     given = _parser().parse_args(arguments)
+    logging.getLogger("ragkv").setLevel(logging.ERROR)  # what is left out of a catalog, and how codes fit
     if given.command == "replace":
         counts = run_replace(given.opens)
     elif given.command == "kill":

@@ -259,6 +259,7 @@ def scenarios() -> list[Scenario]:
 
     def put_back(folder: Path) -> None:
         digest_of(Archive.open(folder / "archive", model))
+        build_old(folder)  # readers put back what is gone, builders clear the rest away
 
     def catalog(folder: Path) -> Catalog:
         return Catalog.create(folder / "catalog", model, layout=LAYOUT, recipe=CODED)

@@ -16,7 +16,7 @@ from ragkv.archive.verify import verify_archive
 from ragkv.errors import RagkvError
 from tests.archives import loaded
 
-_VERIFY_EVERY = 10
+_VERIFY_EVERY = 4
 _START_S = 60
 
 

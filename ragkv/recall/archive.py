@@ -79,6 +79,7 @@ class Archive:
             check_length(shape, manifest.n_tokens + 1)
 
         snapshot = read_snapshot(path, transforms=transforms, accept=accept)
+        _check_vocabulary(snapshot, model)
         stored = getattr(torch, snapshot.manifest.fingerprint.dtype)
         if stored != model.model.dtype:
             log.warning("archive %s holds %s, the model is %s: values are cast", path, stored, model.model.dtype)
@@ -221,6 +222,13 @@ def _check_shape(manifest: Manifest, shape: ModelShape) -> None:
         raise ArchiveCorruptError(
             f"the manifest counts {manifest.n_tokens:,} tokens and the model's context holds {shape.max_positions:,}"
         )
+
+
+def _check_vocabulary(snapshot: Snapshot, model: LoadedModel) -> None:
+    """Refuse tokens that the model does not have: to decode or prefill them would fail somewhere else."""
+    n_known, largest = model.model.get_input_embeddings().weight.shape[0], int(snapshot.tokens.ids.max())
+    if largest >= n_known:
+        raise ArchiveCorruptError(f"the archive holds the token id {largest}, and the model has {n_known} tokens")
 
 
 def _layers(snapshot: Snapshot, *, device: torch.device, dtype: torch.dtype) -> tuple[ArchivedLayer, ...]:
