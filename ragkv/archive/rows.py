@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 import torch
 
 from ragkv.archive.files import FileEntry, one_line, open_regular, stamp_of, system_errors
-from ragkv.errors import ArchiveCorruptError, ArchiveReadError
+from ragkv.errors import ArchiveCorruptError, ArchiveReadError, ConfigError
 
 ROWS_FILE = "rows.parquet"
 EXACT = -1
@@ -35,6 +35,7 @@ LENGTH_BYTES = 4
 """Bytes in front of the payload of each row, which say how long it is."""
 
 _GROUP_BYTES = 1 << 24  # a row group of exact tokens is closed once it has so many
+_PAGE_BYTES = 1 << 30  # the tokens of a row group are one page, which holds no more
 _CHECKSUMS = b"ragkv.row_groups.sha256"
 _MAGIC = b"PAR1"
 _TAIL = 8  # length of the footer and magic
@@ -60,7 +61,7 @@ _OPTIONS = {
         "key_value": "PLAIN",
     },
     "write_statistics": False,
-    "data_page_size": 1 << 30,
+    "data_page_size": _PAGE_BYTES,
     "max_rows_per_page": (1 << 31) - 1,
 }
 
@@ -169,6 +170,11 @@ def _table(
 ) -> pa.Table:
     """Rows of some clusters of one KV head; `positions` (n,) and `payload` (n, row_bytes) of their tokens in order."""
     n_rows, row_bytes = len(sizes), payload.shape[1]
+    if payload.nbytes + LENGTH_BYTES * n_rows > _PAGE_BYTES:
+        raise ConfigError(
+            f"{payload.nbytes:,} bytes of layer {layer}, kv_head {head} stand together and a row group holds "
+            f"{_PAGE_BYTES:,}; make sink_tokens, window_tokens or tokens_per_cluster of the recipe smaller"
+        )
     offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
     raw = np.ascontiguousarray(payload.detach().cpu().numpy())
     of_bytes = (offsets.astype(np.int64) * row_bytes).astype(np.int32)
@@ -279,13 +285,7 @@ class RowsFile:
             first = group.column(0).data_page_offset
             start[place], stop[place] = end, payload.data_page_offset + payload.total_compressed_size
             data[place], rows[place] = payload.data_page_offset, group.num_rows
-            plain = payload.compression == "UNCOMPRESSED" and set(payload.encodings) <= {"PLAIN", "RLE"}
-            if (
-                not plain
-                or first != end
-                or not end < data[place] < stop[place] <= self._footer_start
-                or not rows[place]
-            ):
+            if first != end or not end < data[place] < stop[place] <= self._footer_start or not _is_bounded(group):
                 raise ArchiveCorruptError(f"{ROWS_FILE}: row group {place} is not laid out as the format says")
             end = int(stop[place])
         if end != self._footer_start:
@@ -341,6 +341,23 @@ class RowsFile:
         """Bytes held about the file, and none of it."""
         groups = self.groups
         return groups.start.nbytes * 4 + 32 * len(groups.sha256)
+
+
+def _is_bounded(group: pq.RowGroupMetaData) -> bool:
+    """Whether a row group has rows, all of it is uncompressed, and its tokens are as many as its payload can hold.
+
+    Else little on disk could be much in memory.
+    """
+    columns = [group.column(index) for index in range(group.num_columns)]
+    *numbers, positions, payload = columns
+    most = payload.total_compressed_size
+    return (
+        all(column.compression == "UNCOMPRESSED" for column in columns)
+        and set(payload.encodings) <= {"PLAIN", "RLE"}
+        and all(column.num_values == group.num_rows for column in (*numbers, payload))
+        and 0 < LENGTH_BYTES * group.num_rows < most
+        and group.num_rows <= positions.num_values <= most
+    )
 
 
 def payload_start(rows: RowsFile, group: int, n_bytes: int) -> int:

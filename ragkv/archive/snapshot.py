@@ -141,7 +141,7 @@ def check_counts(manifest: Manifest) -> None:
             f"{manifest.archived_tokens}, tokens and recipe give {head} and {archived}"
         )
     for entry in manifest.layers:
-        wanted = len(exact_positions(manifest, entry))
+        wanted = _count_exact(manifest, entry)
         clustered = entry.window is None and archived > 0
         if entry.exact_tokens != wanted or bool(entry.clusters) != clustered:
             raise ArchiveCorruptError(
@@ -158,6 +158,13 @@ def check_counts(manifest: Manifest) -> None:
         raise ArchiveCorruptError(f"{MANIFEST_FILE}: {error}") from error
 
 
+def _count_exact(manifest: Manifest, entry: LayerEntry) -> int:
+    """How many `exact_positions` there are: counted, since nobody knows yet whether there are as many tokens."""
+    if entry.window is not None:
+        return min(manifest.n_tokens, max(0, entry.window - 1))
+    return manifest.n_tokens - manifest.archived_tokens
+
+
 def exact_positions(manifest: Manifest, entry: LayerEntry) -> torch.Tensor:
     """The positions (n_exact,) int64 of the tokens of a layer that are always attended exactly."""
     end = manifest.n_tokens
@@ -170,16 +177,17 @@ def exact_positions(manifest: Manifest, entry: LayerEntry) -> torch.Tensor:
 def _read_exact(rows: RowsFile, manifest: Manifest) -> tuple[dict[int, ExactTokens], int]:
     """The exact tokens of every layer, and how many row groups they take."""
     entries = [entry for entry in manifest.layers if entry.exact_tokens]
-    wanted = [(entry.index, head) for entry in entries for head in range(entry.n_kv_heads)]
+    n_wanted = sum(entry.n_kv_heads for entry in entries)
     ends = np.cumsum(rows.groups.rows)
-    n_groups = int(np.searchsorted(ends, len(wanted))) + 1 if wanted else 0
-    if wanted and (n_groups > len(ends) or ends[n_groups - 1] != len(wanted)):
+    n_groups = int(np.searchsorted(ends, n_wanted)) + 1 if n_wanted else 0
+    if n_wanted and (n_groups > len(ends) or ends[n_groups - 1] != n_wanted):
         raise ArchiveCorruptError(
             f"{ROWS_FILE}: its first row groups are not the exact tokens of every layer and KV head"
         )
     empty = {entry.index: _exact(entry, manifest, torch.empty(0, dtype=torch.int64), []) for entry in manifest.layers}
-    if not wanted:
+    if not n_wanted:
         return empty, 0
+    wanted = [(entry.index, head) for entry in entries for head in range(entry.n_kv_heads)]
     table = rows.columns(list(range(n_groups)), ["layer", "kv_head", "cluster", "positions", "key_value"])
     found = list(zip(integers(table, "layer").tolist(), integers(table, "kv_head").tolist(), strict=True))
     if found != wanted or bool((integers(table, "cluster") != EXACT).any()):
@@ -239,7 +247,7 @@ def _transforms(path: Path, manifest: Manifest, sha256: str, given: Callable[[st
         return read_transforms(read_checked(path, TRANSFORMS_FILE, own))
     if given is not None:
         return given(sha256)
-    return read_shared(path.resolve().parent.parent, sha256)
+    return read_shared(path.resolve().parent.parent, sha256).without_moments()  # which only a build needs
 
 
 def read_shared(catalog: Path, sha256: str) -> Transforms:

@@ -72,6 +72,7 @@ class LayerTransforms:
     def resident_bytes(self) -> int:
         bases = [self.key_prototypes, self.value_prototypes, self.key_rows, self.value_rows]
         held = [self.key_mean, self.value_mean, self.key_axes, *(basis.rows for basis in bases if basis is not None)]
+        held += [] if self.query_moment is None else [self.query_moment]
         return sum(tensor.nbytes for tensor in held)
 
 
