@@ -10,10 +10,10 @@ import torch
 from transformers import DynamicCache
 
 from ragkv import Recipe
-from ragkv.archive.centroids import read_centroids, write_centroids
 from ragkv.archive.codec import fit_basis
 from ragkv.archive.manifest import read_manifest
 from ragkv.archive.payload import rounded
+from ragkv.archive.prototypes import read_centroids, write_centroids
 from ragkv.archive.verify_layer import Spans, layer_faults
 from ragkv.build.layer import Span, write_layer
 from ragkv.errors import ArchiveCorruptError, ArchiveFormatError, ConfigError, NonFiniteError

@@ -16,11 +16,11 @@ import torch
 
 from ragkv import Archive
 from ragkv.archive import rows
-from ragkv.archive.centroids import read_centroids, write_centroids
 from ragkv.archive.codec import Widths, pack, unpack
 from ragkv.archive.files import FileEntry
 from ragkv.archive.manifest import LayerEntry, read_manifest
 from ragkv.archive.payload import decode_exact, encode_exact, from_bits, to_bits
+from ragkv.archive.prototypes import read_centroids, write_centroids
 from ragkv.archive.rows import EXACT, RowsFile, RowsWriter, rows_entry
 from ragkv.recall.layers import ClusterTable, decode_rows
 from tests.archives import CODED, archive_of, loaded

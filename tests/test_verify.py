@@ -13,8 +13,8 @@ import torch
 
 from ragkv import Archive, LoadedModel, PromptLayout, RagkvError, Recipe, attach, build_archive
 from ragkv.archive import rows
-from ragkv.archive.centroids import write_centroids
 from ragkv.archive.manifest import read_manifest
+from ragkv.archive.prototypes import write_centroids
 from ragkv.archive.rows import Rows
 from ragkv.archive.verify import verify_archive
 from ragkv.errors import ArchiveCorruptError, ArchiveNotFoundError

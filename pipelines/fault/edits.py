@@ -210,7 +210,7 @@ def odd_cells(rng: random.Random, folder: Path, groups: Groups) -> Groups:
     with contextlib.suppress(pa.ArrowException, ValueError, OverflowError):  # some cannot be written at all
         column = pa.array(values, field.type)
         tables[place] = table.set_column(table.schema.get_field_index(name), field, column)
-        encoded = {each: "PLAIN" for each in _leaves(table.schema)}
+        encoded = dict.fromkeys(_leaves(table.schema), "PLAIN")
         found = write_rows(path, tables, column_encoding=encoded)
         return found if path.name.startswith("rows") else groups
     return groups

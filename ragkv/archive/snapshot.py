@@ -15,13 +15,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ragkv.archive.centroids import CENTROIDS_FILE
 from ragkv.archive.codec import Basis
 from ragkv.archive.files import FileEntry, local_path, read_bounded, read_checked, stamp_of, system_errors
 from ragkv.archive.manifest import MANIFEST_FILE, LayerEntry, Manifest, read_manifest
 from ragkv.archive.parquet import integers
 from ragkv.archive.payload import decode_exact, exact_bytes
-from ragkv.archive.prototypes import PROTOTYPES_FILE, Prototypes, read_prototypes
+from ragkv.archive.prototypes import CENTROIDS_FILE, PROTOTYPES_FILE, Prototypes, read_prototypes
 from ragkv.archive.publish import publishing_in, recover
 from ragkv.archive.rows import EXACT, ROWS_FILE, RowsFile, binary_rows, flat_lists
 from ragkv.archive.tokens import TOKENS_FILE, TokenTable, read_tokens

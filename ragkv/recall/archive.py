@@ -226,7 +226,7 @@ def _check_shape(manifest: Manifest, shape: ModelShape) -> None:
 
 def _check_vocabulary(snapshot: Snapshot, model: LoadedModel) -> None:
     """Refuse tokens that the model does not have: to decode or prefill them would fail somewhere else."""
-    n_known, largest = model.model.get_input_embeddings().weight.shape[0], int(snapshot.tokens.ids.max())
+    largest, n_known = int(snapshot.tokens.ids.max()), int(model.model.config.get_text_config(decoder=True).vocab_size)
     if largest >= n_known:
         raise ArchiveCorruptError(f"the archive holds the token id {largest}, and the model has {n_known} tokens")
 
