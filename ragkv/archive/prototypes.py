@@ -1,11 +1,11 @@
-"""Prototypes of clusters: a table of sizes, coded mean values and measures of spread, and a FAISS shard of coded centroids.
+"""Prototypes of clusters: a table of sizes, coded mean values and spreads, and a FAISS shard of coded centroids.
 
 The keys of a cluster differ from their centroid along few directions that matter. For each KV head the first principal
 axes of these differences are kept with its transforms, and for each cluster how far its keys reach along each: then the
 standard deviation of *this* query's logit inside a cluster is known for the price of one small product.
 
-In the shard every column is four bits. A coefficient of eight bits is two columns, its low and its high four bits: so what
-FAISS decodes (the nibble less 7.5) is the coefficient in steps of its quantiser, whatever bits it has.
+In the shard every column is four bits. A coefficient of eight bits is two columns, its low and its high four bits: so
+what FAISS decodes (the nibble less 7.5) is the coefficient in steps of its quantiser, whatever bits it has.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -172,7 +171,7 @@ class ClusterTable:
         n_starts = mapped.shape[0] - self.row_bytes + 1
         return mapped.as_strided((n_starts, self.row_bytes), (1, 1)).index_select(0, byte)
 
-    @cached_property
+    @property
     def first_rows(self) -> torch.Tensor:
         """Place of each cluster's first token among its head's: (n_kv_heads, n_clusters) int64."""
         sizes = self.sizes.long()
