@@ -182,7 +182,7 @@ def test_a_fault_in_one_layer_does_not_hide_that_of_another(folder: Path) -> Non
 
 # --- damage under checksums that hold
 
-Change = Callable[[list[Row]], None]
+Change = Callable[[list[Row]], object]
 
 
 def assign(column: str, value: int, row: int = 0) -> Change:
