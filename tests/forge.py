@@ -99,17 +99,17 @@ def write_row_list(folder: Path, groups: list[list[Row]]) -> None:
     reseal(folder)
 
 
-def edit_rows(folder: Path, change: Callable[[list[Row]], None]) -> None:
+def edit_rows(folder: Path, change: Callable[[list[Row]], object]) -> None:
     """Change the clusters of `LAYER` in place, write them in the same row groups and reseal."""
     _edit(folder, change, exact=False)
 
 
-def edit_exact(folder: Path, change: Callable[[list[Row]], None]) -> None:
+def edit_exact(folder: Path, change: Callable[[list[Row]], object]) -> None:
     """The same of the exact tokens of `LAYER`, one row a KV head."""
     _edit(folder, change, exact=True)
 
 
-def _edit(folder: Path, change: Callable[[list[Row]], None], *, exact: bool) -> None:
+def _edit(folder: Path, change: Callable[[list[Row]], object], *, exact: bool) -> None:
     groups = read_row_list(folder)
     change([row for group in groups for row in group if row.layer == LAYER and (row.cluster == EXACT) == exact])
     write_row_list(folder, groups)

@@ -14,10 +14,10 @@ from transformers import DynamicCache
 
 import ragkv.build.builder
 from ragkv import Archive, LoadedModel, PromptLayout, Recipe, attach
-from ragkv.archive.prototypes import read_centroids, write_centroids
 from ragkv.archive.codec import fit_basis
 from ragkv.archive.manifest import read_manifest
 from ragkv.archive.payload import rounded
+from ragkv.archive.prototypes import read_centroids, write_centroids
 from ragkv.archive.verify import verify_archive
 from ragkv.build.builder import BuildRequest, write_archive
 from ragkv.errors import ArchiveCorruptError, ArchiveFormatError, ConfigError, NonFiniteError

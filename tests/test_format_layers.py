@@ -72,7 +72,7 @@ def addresses(folder: Path) -> dict[tuple[int, int, int], tuple[int, int]]:
     footer, manifest = pq.read_metadata(folder / "rows.parquet"), read_manifest(folder)
     sizes = pq.read_table(folder / "prototypes.parquet").to_pylist()
     row_bytes = {entry.index: row_bytes_of(folder, entry.index) for entry in manifest.layers}
-    number, clusters = dict[int, int](), []
+    number, clusters = dict[tuple[int, int], int](), []
     for place, row in enumerate(sizes):
         first = number.setdefault((row["layer"], row["kv_head"]), place)
         clusters.append((row["layer"], row["kv_head"], place - first, row["size"] * row_bytes[row["layer"]]))
@@ -313,7 +313,7 @@ def decoded_by_hand(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     shard = (folder / "centroids.faiss").read_bytes()
     n_code = struct.unpack_from("<Q", shard, 57)[0]
     key_codes = np.frombuffer(shard, np.uint8, n_all * n_code, len(shard) - n_all * n_code).reshape(n_all, n_code)
-    keys, values = [], []
+    keys, values = list[np.ndarray](), list[np.ndarray]()
     for head, own in enumerate(transforms):
         place = 2 * LAYER + head
         clusters = slice(ends[place] - entry.clusters[head], ends[place])

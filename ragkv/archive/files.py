@@ -145,7 +145,8 @@ def read_checked(folder: Path, name: str, expected: FileEntry) -> bytes:
 
     What is returned is what was checked: the file is read once.
     """
-    raw = read_bounded(folder / name, expected.bytes)
+    with system_errors(f"{str(folder / name)!r}"):
+        raw = read_bounded(folder / name, expected.bytes)
     digest = hashlib.sha256(raw).hexdigest()
     if len(raw) != expected.bytes or digest != expected.sha256:
         raise ArchiveCorruptError(
