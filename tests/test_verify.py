@@ -12,13 +12,7 @@ import torch
 
 from ragkv import Archive, LoadedModel, PromptLayout, RagkvError, Recipe, attach, build_archive
 from ragkv.archive import rows
-<<<<<<< HEAD
-from ragkv.archive.manifest import read_manifest
 from ragkv.archive.prototypes import write_centroids
-from ragkv.archive.rows import Rows
-=======
-from ragkv.archive.prototypes import write_centroids
->>>>>>> fmt
 from ragkv.archive.verify import verify_archive
 from ragkv.errors import ArchiveCorruptError, ArchiveNotFoundError
 from tests.archives import CODED, SMALL, archive_of, loaded
