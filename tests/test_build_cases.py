@@ -13,7 +13,6 @@ import torch
 from sklearn.cluster import KMeans
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import ragkv.build.cluster
 from ragkv import Archive, ArchiveCache, LoadedModel, PromptLayout, Recipe, attach, build_archive
 from ragkv.archive.codec import Widths
 from ragkv.archive.manifest import MANIFEST_FILE
@@ -29,6 +28,7 @@ from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
 PLAIN = PromptLayout.plain()
 NO_PREFIX = PromptLayout(prefix="", question="\n{question}")
 LOSSLESS = Recipe(key_codec="lossless", value_codec="lossless")
+EXACT = Recipe(exact_codec="lossless")
 
 
 def subject(model: PreTrainedModel, name: str = "own") -> LoadedModel:
@@ -68,7 +68,7 @@ def test_an_empty_document_is_refused_and_leaves_nothing_behind(tmp_path: Path) 
 def test_a_document_shorter_than_the_window_is_exact(
     document: str, name: str, layout: PromptLayout, tmp_path: Path
 ) -> None:
-    build_archive(loaded(name), document, tmp_path / "archive", layout=layout)
+    build_archive(loaded(name), document, tmp_path / "archive", recipe=EXACT, layout=layout)
     archive = Archive.open(tmp_path / "archive", loaded(name))
     assert archive.manifest.archived_tokens == 0
     assert archive.manifest.clusters_asked == 0
@@ -90,7 +90,7 @@ def test_three_archived_tokens_make_one_to_three_clusters(tokens_per_cluster: in
 
 
 def test_sinks_beyond_the_document_leave_nothing_to_cluster(tmp_path: Path) -> None:
-    archive = archive_of(tmp_path / "archive", document=DOCUMENT[:300], recipe=Recipe(sink_tokens=10_000))
+    archive = archive_of(tmp_path / "archive", document=DOCUMENT[:300], recipe=replace(EXACT, sink_tokens=10_000))
     assert archive.manifest.archived_tokens == 0
     assert_equals_dense(archive)
 
@@ -136,10 +136,14 @@ def test_there_are_never_more_clusters_than_distinct_keys(repeated: Archive) -> 
 
 
 def test_the_manifest_records_the_clusters_asked_and_built(repeated: Archive) -> None:
-    archived, built = repeated.manifest.archived_tokens, repeated.manifest._built()
-    assert repeated.manifest.clusters_asked == sum(-(-length // 8) for length in segment_lengths(archived, 4))
-    assert built["clusters_min"] == 4
-    assert built["clusters_max"] == max(max(entry.clusters) for entry in repeated.manifest.layers)
+    archived = repeated.manifest.archived_tokens
+    assert repeated.manifest.clusters_asked == sum(
+        -(-length // LOSSLESS.tokens_per_cluster) for length in segment_lengths(archived, 4)
+    )
+    for entry in repeated.manifest.layers:
+        labels = stored_tokens(repeated, entry.index)
+        heads = [labels.cluster[(labels.kv_head == head) & (labels.cluster >= 0)] for head in range(entry.n_kv_heads)]
+        assert entry.clusters == tuple(len(own.unique()) for own in heads)
     assert '"clusters_asked"' in (repeated.path / MANIFEST_FILE).read_text(encoding="utf-8")
 
 
@@ -213,40 +217,12 @@ def test_labels_are_the_same_on_every_build() -> None:
 def test_inertia_is_that_of_scikit_learn_from_the_same_start() -> None:
     keys = keys_like(2, 800, 16)
     n_clusters = 50  # 800 / 16
-    labels = cluster_keys(keys, Recipe(tokens_per_cluster=16, kmeans_iterations=8, clusterer="torch")).labels
+    labels = cluster_keys(keys, Recipe(tokens_per_cluster=16, kmeans_iterations=8)).labels
     start = [i * 800 // n_clusters + 800 // (2 * n_clusters) for i in range(n_clusters)]
     for head in range(2):
         points = keys[head].double().numpy()
         reference = KMeans(n_clusters, init=points[start], n_init=1, max_iter=8, tol=0, algorithm="lloyd").fit(points)
         assert inertia(keys[head], labels[head]) == pytest.approx(float(reference.inertia_), rel=0.01)
-
-
-def test_faiss_agrees_with_torch() -> None:
-    keys = keys_like(2, 800, 16)
-    ours, theirs = (cluster_keys(keys, Recipe(clusterer=clusterer)) for clusterer in ("torch", "faiss"))
-    for head in range(2):
-        assert inertia(keys[head], theirs.labels[head]) == pytest.approx(
-            inertia(keys[head], ours.labels[head]), rel=0.02
-        )
-
-
-def test_auto_hands_over_to_faiss_only_above_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    used: list[int] = []
-    trained = ragkv.build.cluster.faiss_kmeans
-
-    def spy(points: torch.Tensor, centroids: torch.Tensor, iterations: int, seed: int) -> torch.Tensor:
-        used.append(centroids.shape[1])
-        return trained(points, centroids, iterations, seed)
-
-    monkeypatch.setattr(ragkv.build.cluster, "faiss_kmeans", spy)
-    keys = keys_like(1, 320, 8)
-    cluster_keys(keys, Recipe(clusterer="auto"))
-    assert used == []
-    monkeypatch.setattr(ragkv.build.cluster, "FAISS_CLUSTERS", 39)
-    cluster_keys(keys, Recipe(clusterer="auto"))  # 40 clusters
-    assert used == [40]
-    cluster_keys(keys, Recipe(clusterer="torch"))
-    assert used == [40]
 
 
 @pytest.mark.parametrize("tokens_per_cluster", [1, 3, 10_000])
@@ -322,9 +298,10 @@ def test_keys_and_values_keep_their_bits(dtype: torch.dtype, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_tokens_that_are_always_exact_keep_their_bits_under_any_codec(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_lossless_exact_tokens_keep_their_bits_under_any_codec(dtype: torch.dtype, tmp_path: Path) -> None:
     model = subject(tiny_model("llama").to(dtype))
-    build_archive(model, DOCUMENT[:900], tmp_path / "archive", recipe=CODED, layout=PLAIN)
+    recipe = replace(CODED, exact_codec="lossless")
+    build_archive(model, DOCUMENT[:900], tmp_path / "archive", recipe=recipe, layout=PLAIN)
     archive = Archive.open(tmp_path / "archive", model)
     captured = captured_layers(prefill_cache(model.model, archive.tokens.ids.tolist()))
     for layer, opened in zip(captured, archive.layers, strict=True):
@@ -335,15 +312,32 @@ def test_tokens_that_are_always_exact_keep_their_bits_under_any_codec(dtype: tor
             assert np.array_equal(bits(found), bits(expected))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_coded_exact_tokens_are_off_by_half_a_step_at_most(dtype: torch.dtype, tmp_path: Path) -> None:
+    """A byte for each number: the largest of a key or value is 127 steps."""
+    model = subject(tiny_model("llama").to(dtype))
+    build_archive(model, DOCUMENT[:900], tmp_path / "archive", recipe=CODED, layout=PLAIN)
+    archive = Archive.open(tmp_path / "archive", model)
+    captured = captured_layers(prefill_cache(model.model, archive.tokens.ids.tolist()))
+    for layer, opened in zip(captured, archive.layers, strict=True):
+        for name in ("keys", "values"):
+            found, expected = getattr(opened, name).float(), getattr(layer, name)[:, opened.exact_positions].float()
+            step = expected.abs().amax(-1, keepdim=True) / 127
+            rounding = torch.finfo(dtype).eps * expected.abs()
+            assert bool(((found - expected).abs() <= step / 2 * 1.001 + rounding).all())
+
+
 def test_each_layer_is_stored_in_the_codec_that_the_recipe_gives_it(tmp_path: Path) -> None:
     own = {"0": {"key_codec": "lossless", "value_codec": "lossless"}, "2": {"value_codec": "int8"}}
     archive = archive_of(tmp_path / "a", document=DOCUMENT[:1500], recipe=replace(CODED, layer_codecs=own))
-    first, second, third = archive.manifest.layers
-    assert (first.key_widths, first.value_widths) == ((), ())
-    assert Widths(*second.key_widths).n_bytes <= 1 + 16 * 4 // 8
-    assert Widths(*second.value_widths).n_bytes <= 1 + 16 * 3 // 8
-    assert Widths(*third.key_widths).n_bytes <= 1 + 16 * 4 // 8
-    assert third.value_widths == (16, 0, 0)
+    assert archive.transforms is not None
+    first, second, third = (archive.transforms.layers[index] for index in range(3))
+    assert (first.key_rows, first.value_rows) == (None, None)
+    for basis, bits_per_number in ((second.key_rows, 4), (second.value_rows, 3), (third.key_rows, 4)):
+        assert basis is not None
+        assert 0 < basis.widths.n_bytes <= 16 * bits_per_number // 8
+    assert third.value_rows is not None
+    assert third.value_rows.widths == Widths(16, 0, 0)
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
