@@ -219,15 +219,9 @@ def test_dense_answers_have_no_evidence(tmp_path: Path) -> None:
 def test_offsets_follow_the_text_where_a_tokenizer_changes_it(tmp_path: Path) -> None:
     """A manifest of another text: what its tokens decode to is shown, with offsets of its own."""
     archive = archive_of(tmp_path / "archive", document=TEXTS[0])
-<<<<<<< HEAD
     other = dataclasses.replace(archive.manifest, document_sha256="0" * 64)
     snapshot = dataclasses.replace(read_snapshot(archive.path), manifest=other)
     changed = Archive(snapshot, archive.model, archive.layers)
-=======
-    snapshot = read_snapshot(archive.path)
-    other = dataclasses.replace(snapshot.manifest, document_sha256="0" * 64)
-    changed = Archive(dataclasses.replace(snapshot, manifest=other), archive.model, archive.layers)
->>>>>>> flow
     assert changed.text == TEXTS[0]
     assert [changed.text[start:end] for start, end in changed.spans] == [TEXTS[0][s:e] for s, e in archive.spans]
 
