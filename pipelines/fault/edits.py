@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from pipelines.fault.mend import Groups, edit_manifest, read_groups, write_rows
 from ragkv.archive.manifest import MANIFEST_FILE
@@ -173,7 +172,7 @@ def bomb(rng: random.Random, folder: Path, groups: Groups) -> Groups:
 def make_bombs(place: Path, sample: Path) -> None:
     """Write Parquet files of some hundred million zeros, with those of the rows file of an archive beside them."""
     zeros = np.zeros(_BOMB_ROWS, dtype=np.int32)  # never touched, so it takes no memory
-    tokens = pa.table({name: zeros for name in ("token_id", "start", "end")}, schema=_three("token_id", "start", "end"))
+    tokens = pa.table(dict.fromkeys(("token_id", "start", "end"), zeros), schema=_three("token_id", "start", "end"))
     head = read_groups(sample / "rows.parquet")
     element = head[0].schema.field("positions").type
     ends = np.full(len(head[0]) + 1, _BOMB_ROWS, dtype=np.int32)
@@ -240,7 +239,7 @@ def odd_cells(rng: random.Random, folder: Path, groups: Groups) -> Groups:
     with contextlib.suppress(pa.ArrowException, ValueError, OverflowError):  # some cannot be written at all
         column = pa.array(values, field.type)
         tables[place] = table.set_column(table.schema.get_field_index(name), field, column)
-        encoded = {each: "PLAIN" for each in _leaves(table.schema)}
+        encoded = dict.fromkeys(_leaves(table.schema), "PLAIN")
         found = write_rows(path, tables, column_encoding=encoded)
         return found if path.name.startswith("rows") else groups
     return groups

@@ -207,7 +207,9 @@ def _exact(entry: LayerEntry, manifest: Manifest, positions: torch.Tensor, raw: 
     keys = decode_exact(both[..., :key_bytes], codecs[0], dtype)
     values = decode_exact(both[..., key_bytes:], codecs[1], dtype)
     if not fits(keys) or not fits(values):
-        raise ArchiveCorruptError(f"{ROWS_FILE}: an exact token of layer {entry.index} is NaN or infinite, or too large")
+        raise ArchiveCorruptError(
+            f"{ROWS_FILE}: an exact token of layer {entry.index} is NaN or infinite, or too large"
+        )
     return ExactTokens(keys, values, positions)
 
 
