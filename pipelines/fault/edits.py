@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -13,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from pipelines.fault.mend import Groups, edit_manifest, read_groups, write_rows
 from ragkv.archive.manifest import MANIFEST_FILE
@@ -21,7 +21,9 @@ from ragkv.archive.manifest import MANIFEST_FILE
 HUGE = (2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, 2**63, 10**30)
 _SMALL_INTEGERS = (-(2**31), -1, 0, 1, 2, 3, 5, 255, 4096, 1 << 20, 2**31 - 1)
 _NUMBERS = (float("nan"), float("inf"), -float("inf"), 3e38, 1e30, 1e18, 1e-45, 0.0, -0.0)
-_BOMB_ROWS = 150_000_000
+_BOMB_ROWS = 100_000_000
+
+BOMBS = "bombs"
 
 Edit = Callable[[random.Random, Path, Groups], Groups]
 """Damages the archive in a folder; returns where its row groups lie now."""
@@ -159,21 +161,48 @@ def other_parquet(rng: random.Random, folder: Path, groups: Groups) -> Groups:
 
 
 def bomb(rng: random.Random, folder: Path, groups: Groups) -> Groups:
-    """A small file that unpacks to gigabytes."""
-    path = rng.choice(_tables(folder))
-    shutil.copy(make_bomb(folder.parent, pq.read_schema(path).names), path)
-    return groups
+    """A small file that unpacks to a gigabyte, of the columns of the format or of others."""
+    path, kind = rng.choice(bombs_in(_bombs_of(folder)))
+    target = folder / ("rows.parquet" if kind == "rows" else rng.choice(_tables(folder)).name)
+    shutil.copy(path, target)
+    found = json.loads(path.with_suffix(".json").read_text())
+    return [(first, last) for first, last in found] if target.name == "rows.parquet" else groups
 
 
-def make_bomb(place: Path, names: list[str]) -> Path:
-    """A Parquet file of some hundred million zeros a column, made once."""
-    path = place / f"bomb-{len(names)}"
-    if not path.exists():
-        zeros = pa.array(np.zeros(_BOMB_ROWS, dtype=np.int32))
-        schema = pa.schema([pa.field(name, pa.int32(), nullable=False) for name in names])
-        packed = pa.Table.from_arrays([zeros] * min(3, len(names)), schema=pa.schema(list(schema)[:3]))
-        pq.write_table(packed, path, compression="zstd", use_dictionary=True, row_group_size=_BOMB_ROWS)
-    return path
+def make_bombs(place: Path, sample: Path) -> None:
+    """Write Parquet files of some hundred million zeros, with those of the rows file of an archive beside them."""
+    zeros = np.zeros(_BOMB_ROWS, dtype=np.int32)  # never touched, so it takes no memory
+    tokens = pa.table(dict.fromkeys(("token_id", "start", "end"), zeros), schema=_three("token_id", "start", "end"))
+    head = read_groups(sample / "rows.parquet")
+    element = head[0].schema.field("positions").type
+    ends = np.full(len(head[0]) + 1, _BOMB_ROWS, dtype=np.int32)
+    ends[0] = 0
+    lists = pa.ListArray.from_arrays(pa.array(ends), pa.array(zeros), type=element)
+    place_of = head[0].schema.get_field_index("positions")
+    rows = [head[0].set_column(place_of, head[0].schema.field("positions"), lists), *head[1:]]
+    packed = {"positions.list.element": "DELTA_BINARY_PACKED"}
+    for name, tables, options in (
+        ("tokens-zstd", [tokens], {"compression": "zstd"}),
+        ("tokens-dictionary", [tokens], {"use_dictionary": True}),
+        ("rows-zstd", rows, {"compression": {"positions.list.element": "zstd"}}),
+        ("rows-packed", rows, {"column_encoding": packed}),
+    ):
+        found = write_rows(place / f"{name}.parquet", tables, **options)
+        (place / f"{name}.json").write_text(json.dumps(found))
+
+
+def bombs_in(place: Path) -> list[tuple[Path, str]]:
+    """What `make_bombs` wrote, with what each is."""
+    return [(found, found.name.partition("-")[0]) for found in sorted(place.glob("*-*.parquet"))]
+
+
+def _bombs_of(folder: Path) -> Path:
+    """Where the bombs of a run lie: in a folder beside the copy that is damaged, or some folders above it."""
+    return next(parent / BOMBS for parent in folder.parents if (parent / BOMBS).is_dir())
+
+
+def _three(*names: str) -> pa.Schema:
+    return pa.schema([pa.field(name, pa.int32(), nullable=False) for name in names])
 
 
 def faiss_head(rng: random.Random, folder: Path, groups: Groups) -> Groups:

@@ -23,7 +23,7 @@ from typing import NoReturn
 import psutil
 import torch
 
-from pipelines.fault.edits import EDITS, odd_value
+from pipelines.fault.edits import BOMBS, EDITS, make_bombs, odd_value
 from pipelines.fault.mend import edit_sealed, mend, row_groups
 from pipelines.fault.sample import LAYOUT, TEXTS, Prefilled
 from ragkv import Archive, ArchiveCache, Catalog
@@ -61,6 +61,8 @@ def make_subjects(folder: Path) -> None:
     """The archives, and the catalog of three documents, that are damaged in copies."""
     for place, (model, recipe) in enumerate(_SUBJECTS):
         Prefilled(TEXTS[0], model=model, recipe=recipe).build(folder / f"subject-{place}")
+    (folder / BOMBS).mkdir()
+    make_bombs(folder / BOMBS, folder / "subject-0")
     catalog = Catalog.create(folder / "catalog", loaded("llama"), layout=LAYOUT, recipe=CODED)
     for place, text in enumerate(TEXTS):
         catalog.add(text, name=f"{place}.txt")
@@ -88,6 +90,8 @@ def _watch(folder: Path, first: int, last: int, seed: int, counts: Counter[str])
             if kind not in ("refused", "answered"):
                 print(f"case {at}: {kind}: {text}")
             at += 1
+            if kind == "no_memory":
+                return at  # its peak stays, so that another process goes on
     except EOFError:
         counts["died"] += 1
         print(f"case {at}: the process died")
@@ -112,10 +116,16 @@ def _read_cases(folder: Path, first: int, last: int, seed: int, answers: Connect
             kind, text = _one_case(folder, random.Random(f"{seed}/{case}"))
         except EndlessError:
             kind, text = "endless", ""
-        if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > own.rss + _MORE_RESIDENT:
+        if _peak() > own.rss + _MORE_RESIDENT:
             answers.send(("no_memory", f"{text} took more than 1 GiB"))
             return
         answers.send((kind, text))
+
+
+def _peak() -> int:
+    """Most bytes that this process ever held; what ``getrusage`` says begins with its parent's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
 def _end_case(_signal: int, _frame: object) -> NoReturn:

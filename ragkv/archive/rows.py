@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -252,7 +252,7 @@ class RowsFile:
             self.mapped = torch.from_numpy(np.frombuffer(self._map, dtype=np.uint8))
             self._metadata = self._checked_footer(expected)
             self.groups = self._groups()
-        self._good = np.zeros(len(self.groups.rows), dtype=bool)
+        self._good, self._fit = (np.zeros(len(self.groups.rows), dtype=bool) for _ in range(2))
 
     def _checked_footer(self, expected: FileEntry) -> pq.FileMetaData:
         raw, length = self.mapped.numpy(), expected.bytes
@@ -309,12 +309,31 @@ class RowsFile:
                 )
             self._good[group] = True
 
-    def require_bytes(self, addresses: torch.Tensor, first: int, last: int) -> None:
-        """Look at the checksums of the row groups, from `first` up to `last`, that hold the bytes `addresses` (n,)."""
-        if bool(self._good[first:last].all()):
+    def require_bytes(
+        self, addresses: torch.Tensor, first: int, last: int, *, fits: Callable[[int, int], bool] | None = None
+    ) -> None:
+        """Look at the checksums of the row groups, from `first` up to `last`, that hold the bytes `addresses` (n,).
+
+        `fits` is asked of the first and the last byte of each group, once, whether its numbers can be attended.
+
+        Raises
+        ------
+        ArchiveCorruptError
+            If a checksum does not hold, or numbers do not fit.
+        """
+        looked_at = self._good if fits is None else self._fit
+        if bool(looked_at[first:last].all()):
             return
         found = np.searchsorted(self.groups.start[first:last], addresses.cpu().numpy(), side="right") - 1
-        self.require(np.unique(found) + first)
+        groups = np.unique(found) + first
+        self.require(groups)
+        for group in groups[~looked_at[groups]].tolist() if fits is not None else ():
+            if not fits(int(self.groups.start[group]), int(self.groups.stop[group])):
+                raise ArchiveCorruptError(
+                    f"{str(self.path)!r}: row group {group} holds a number that is NaN or infinite, or too large; the "
+                    "archive is damaged: build it again"
+                )
+            self._fit[group] = True
 
     def changed(self) -> bool:
         """Whether the file was changed in place since it was mapped: other bytes, or fewer, may stand there now.
@@ -353,6 +372,7 @@ def _is_bounded(group: pq.RowGroupMetaData) -> bool:
     most = payload.total_compressed_size
     return (
         all(column.compression == "UNCOMPRESSED" for column in columns)
+        and all(column.total_uncompressed_size == column.total_compressed_size for column in columns)
         and set(payload.encodings) <= {"PLAIN", "RLE"}
         and all(column.num_values == group.num_rows for column in (*numbers, payload))
         and 0 < LENGTH_BYTES * group.num_rows < most

@@ -19,7 +19,7 @@ from ragkv.archive.codec import Basis
 from ragkv.archive.files import FileEntry, local_path, read_bounded, read_checked, stamp_of, system_errors
 from ragkv.archive.manifest import MANIFEST_FILE, LayerEntry, Manifest, read_manifest
 from ragkv.archive.parquet import integers
-from ragkv.archive.payload import decode_exact, exact_bytes
+from ragkv.archive.payload import decode_exact, exact_bytes, fits
 from ragkv.archive.prototypes import CENTROIDS_FILE, PROTOTYPES_FILE, Prototypes, read_prototypes
 from ragkv.archive.publish import publishing_in, recover
 from ragkv.archive.rows import EXACT, ROWS_FILE, RowsFile, binary_rows, flat_lists
@@ -218,8 +218,10 @@ def _exact(entry: LayerEntry, manifest: Manifest, positions: torch.Tensor, raw: 
     both = joined.view(entry.n_kv_heads, len(positions), key_bytes + value_bytes)
     keys = decode_exact(both[..., :key_bytes], codecs[0], dtype)
     values = decode_exact(both[..., key_bytes:], codecs[1], dtype)
-    if not bool(torch.isfinite(keys).all() & torch.isfinite(values).all()):
-        raise ArchiveCorruptError(f"{ROWS_FILE}: an exact token of layer {entry.index} is NaN or infinite")
+    if not fits(keys) or not fits(values):
+        raise ArchiveCorruptError(
+            f"{ROWS_FILE}: an exact token of layer {entry.index} is NaN or infinite, or too large"
+        )
     return ExactTokens(keys, values, positions)
 
 

@@ -15,7 +15,7 @@ import torch
 from ragkv.archive.files import is_there, local_path, system_errors
 from ragkv.archive.manifest import MANIFEST_FILE, LayerEntry, Manifest, read_manifest
 from ragkv.archive.parquet import integers
-from ragkv.archive.payload import Payload, from_bits
+from ragkv.archive.payload import Payload, fits, from_bits
 from ragkv.archive.rows import LENGTH_BYTES, ROWS_FILE, binary_rows, flat_lists, payload_start
 from ragkv.archive.snapshot import Snapshot, read_snapshot
 from ragkv.archive.tokens import NO_OFFSET, TOKENS_FILE
@@ -185,11 +185,11 @@ def _group_faults(snapshot: Snapshot, entry: LayerEntry, heads: np.ndarray, raw:
 
 
 def _finite_faults(name: str, raw: list[memoryview], payload: Payload) -> Iterator[str]:
-    """Lossless numbers must be finite; every code stands for a finite one."""
+    """Lossless numbers must be some that archives take; every code stands for a finite one."""
     rows = torch.frombuffer(bytearray(b"".join(raw)), dtype=torch.uint8).view(-1, payload.row_bytes)
     for what, basis, part in (
         ("key", payload.key_basis, payload.key_part(rows)),
         ("value", payload.value_basis, payload.value_part(rows)),
     ):
-        if basis is None and not bool(torch.isfinite(from_bits(part, payload.dtype)).all()):
-            yield f"{name}: a {what} is NaN or infinite"
+        if basis is None and not fits(from_bits(part, payload.dtype)):
+            yield f"{name}: a {what} is NaN or infinite, or too large"

@@ -146,13 +146,9 @@ class ClusterTable:
         Raises
         ------
         ArchiveCorruptError
-            If the checksum of a row group does not hold.
+            If the checksum of a row group does not hold, or a number is NaN or infinite.
         """
-        self.rows.require(np.arange(*self.groups))
-        sizes = self.sizes.cpu().long().flatten()
-        first = (self.address.cpu().long().flatten() + self.first_byte).repeat_interleave(sizes)
-        inside = torch.arange(len(first)) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-        return self._fetch(first + inside * self.row_bytes).view(len(self.sizes), -1, self.row_bytes)
+        return self.fetch(self._all_bytes()).view(len(self.sizes), -1, self.row_bytes)
 
     def fetch(self, byte: torch.Tensor) -> torch.Tensor:
         """The rows that begin at the bytes `byte` (n,) int64 of the file: (n, row_bytes) uint8 on the host.
@@ -160,11 +156,23 @@ class ClusterTable:
         Raises
         ------
         ArchiveCorruptError
-            If the checksum of a row group that is touched for the first time does not hold.
+            If the checksum of a row group that is touched for the first time does not hold, or a number in it is NaN
+            or infinite.
         """
         byte = byte.to(self.rows.mapped.device)
-        self.rows.require_bytes(byte, *self.groups)
+        self.rows.require_bytes(byte, *self.groups, fits=self._fits if self.payload.has_numbers else None)
         return self._fetch(byte)
+
+    def _fits(self, first: int, last: int) -> bool:
+        byte = self._all_bytes()
+        return self.payload.fits(self._fetch(byte[(byte >= first) & (byte < last)]))
+
+    def _all_bytes(self) -> torch.Tensor:
+        """First byte of every archived token, by KV head, cluster and position: (n_kv_heads * n_tokens,) int64."""
+        sizes = self.sizes.cpu().long().flatten()
+        first = (self.address.cpu().long().flatten() + self.first_byte).repeat_interleave(sizes)
+        inside = torch.arange(len(first)) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+        return first + inside * self.row_bytes
 
     def _fetch(self, byte: torch.Tensor) -> torch.Tensor:
         mapped = self.rows.mapped
