@@ -255,6 +255,23 @@ def test_lossless_numbers_that_are_nan_are_refused_when_recall_touches_them(arch
         opened.whole_layer(0)
 
 
+def test_positions_that_are_no_partition_are_refused(archive: Path) -> None:
+    import pyarrow as pa
+
+    from pipelines.fault.mend import mend, read_groups, write_rows
+
+    tables = read_groups(archive / "rows.parquet")
+    lists = tables[1].column("positions").to_pylist()
+    field = tables[1].schema.field("positions")
+    for odd in ([*lists[0], 30], [lists[1][0], *lists[0][1:]]):
+        changed = pa.array([odd, *lists[1:]], field.type)
+        groups = write_rows(archive / "rows.parquet", [tables[0], tables[1].set_column(3, field, changed), *tables[2:]])
+        mend(archive, groups)
+        opened = Archive.open(archive, loaded(_MODEL))
+        with pytest.raises(ArchiveCorruptError, match="every archived position once"):
+            opened.positions(0)
+
+
 # --- an open archive
 
 
