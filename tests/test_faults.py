@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,30 +92,33 @@ BUILDER = """
 import sys
 from pathlib import Path
 from pipelines.fault.replace import put_in_place
-two, place = [Path(word) for word in sys.argv[1:3]], Path(sys.argv[3])
+two, place, begun = [Path(word) for word in sys.argv[1:3]], Path(sys.argv[3]), Path(sys.argv[4])
 for turn in range(1000000):
     put_in_place(two[turn % 2], place)
-    if turn == 0:
-        (place.parent / "begun").touch()
+    begun.touch()
 """
 
 
 def test_killed_builders_leave_an_archive_and_the_next_build_clears_up(two: list[Path], tmp_path: Path) -> None:
     model, place = loaded(_MODEL), tmp_path / "out" / "archive"
     known = {digest_of(Archive.open(each, model)) for each in two}
-    for turn in range(3):
-        command = [sys.executable, "-c", BUILDER, *map(str, two), str(place)]
-        builder = subprocess.Popen(command, cwd=ROOT)
-        try:
-            while not (place.parent / "begun").exists() and builder.poll() is None:
-                time.sleep(0.01)
-            time.sleep(0.05 + 0.031 * turn)
-        finally:
+    begun = [tmp_path / f"begun-{turn}" for turn in range(3)]
+    start = [sys.executable, "-c", BUILDER, *map(str, two), str(place)]
+    builders = [subprocess.Popen([*start, str(each)], cwd=ROOT) for each in begun]
+    try:
+        while not all(each.exists() for each in begun) and all(builder.poll() is None for builder in builders):
+            time.sleep(0.01)
+        for builder in builders:
+            time.sleep(0.031)
+            assert builder.poll() is None
             builder.send_signal(signal.SIGKILL)
             builder.wait()
-        (place.parent / "begun").unlink()
-        assert digest_of(Archive.open(place, model)) in known
-        assert verify_archive(place) == []
+            assert digest_of(Archive.open(place, model)) in known
+    finally:
+        for builder in builders:
+            builder.kill()
+            builder.wait()
+    assert verify_archive(place) == []
     put_in_place(two[0], place)
     assert leftovers_below(place.parent) == []
     assert digest_of(Archive.open(place, model)) == digest_of(Archive.open(two[0], model))
@@ -150,8 +153,7 @@ def test_an_open_archive_holds_one_descriptor_at_most_and_running_out_is_said(ar
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 8, hard))
     try:
         with pytest.raises(ArchiveReadError, match="open files"):
-            for _ in range(20):
-                held.append(Archive.open(archive, model))
+            held.extend(Archive.open(archive, model) for _ in range(20))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert verify_archive(archive) == []
@@ -244,13 +246,30 @@ def test_lossless_numbers_that_are_nan_are_refused_when_recall_touches_them(arch
 
     groups = row_groups(archive)
     raw = bytearray((archive / "rows.parquet").read_bytes())
-    first, last = groups[1]
+    last = groups[1][1]
     raw[last - 64 : last] = b"\xff" * 64
     (archive / "rows.parquet").write_bytes(raw)
     mend(archive, groups)
     opened = Archive.open(archive, loaded(_MODEL))
     with pytest.raises(ArchiveCorruptError, match="NaN or infinite"):
         opened.whole_layer(0)
+
+
+def test_positions_that_are_no_partition_are_refused(archive: Path) -> None:
+    import pyarrow as pa
+
+    from pipelines.fault.mend import mend, read_groups, write_rows
+
+    tables = read_groups(archive / "rows.parquet")
+    lists = tables[1].column("positions").to_pylist()
+    field = tables[1].schema.field("positions")
+    for odd in ([*lists[0], 30], [lists[1][0], *lists[0][1:]]):
+        changed = pa.array([odd, *lists[1:]], field.type)
+        groups = write_rows(archive / "rows.parquet", [tables[0], tables[1].set_column(3, field, changed), *tables[2:]])
+        mend(archive, groups)
+        opened = Archive.open(archive, loaded(_MODEL))
+        with pytest.raises(ArchiveCorruptError, match="every archived position once"):
+            opened.positions(0)
 
 
 # --- an open archive
@@ -312,8 +331,8 @@ def _refuse_read(monkeypatch: pytest.MonkeyPatch, number: int, under: Path) -> N
 
 
 @pytest.fixture(params=["EIO", "EMFILE", "ENOMEM", "EACCES"])
-def number(request: pytest.FixtureRequest) -> Iterator[int]:
-    yield getattr(errno, request.param)
+def number(request: pytest.FixtureRequest) -> int:
+    return getattr(errno, request.param)
 
 
 @pytest.mark.parametrize("refuse", [_refuse_open, _refuse_stat, _refuse_read])

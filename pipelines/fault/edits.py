@@ -83,10 +83,9 @@ def odd_value(rng: random.Random, body: dict[str, Any]) -> None:
     if rng.random() < 0.1 and isinstance(holder, dict):
         holder["another"] = 1
         return
-    holder[key] = rng.choice(
-        (*HUGE, -1, 0, 1, 7, 1.5, float("nan"), float("inf"), True, None, "", "text", "\ud800", [], {}, [[]], [1, "a"])
-        + (_nested(rng.choice((50, 300, 700))), list(range(5000)), {str(n): n for n in range(50)}, [holder[key]] * 3)
-    )
+    odd: list[Any] = [*HUGE, -1, 0, 1, 7, 1.5, float("nan"), float("inf"), True, None, "", "text", "\ud800", []]
+    odd += [{}, [[]], [1, "a"], list(range(5000)), {str(n): n for n in range(50)}, [holder[key]] * 3]
+    holder[key] = rng.choice([*odd, _nested(rng.choice((50, 300, 700)))])
 
 
 def _nested(depth: int) -> Any:
@@ -292,7 +291,7 @@ def _odd_cell(rng: random.Random, value: Any) -> Any:
     if isinstance(value, list):
         kind = rng.randrange(4)
         if kind == 0 or not value:
-            return value + [rng.choice(_SMALL_INTEGERS)]
+            return [*value, rng.choice(_SMALL_INTEGERS)]
         if kind == 1:
             return value[:-1]
         at = rng.randrange(len(value))

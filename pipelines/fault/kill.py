@@ -40,14 +40,13 @@ class Steps:
     def __init__(self, folder: Path, last: int | None = None) -> None:
         self.folder, self.last, self.taken = str(folder), last, 0
 
-    @property
-    def dead(self) -> bool:
+    def is_dead(self) -> bool:
         return self.last is not None and self.taken >= self.last
 
     def take(self) -> None:
         """One step, which does not happen if the process is dead by then."""
         self.taken += 1
-        if self.dead:
+        if self.is_dead():
             raise KilledError(f"killed at step {self.taken}")
 
     def on_event(self, event: str, args: tuple[Any, ...]) -> None:
@@ -79,10 +78,10 @@ class _Raw(io.FileIO):
         if steps is None:
             return super().write(data)
         view = memoryview(data).cast("B")
-        if steps.dead:
+        if steps.is_dead():
             return len(view)  # what is flushed by clearing up in Python: a dead process writes nothing
         steps.taken += 1
-        if steps.dead:
+        if steps.is_dead():
             super().write(view[: len(view) // 2])
             raise KilledError(f"killed at step {steps.taken}")
         return super().write(view)

@@ -21,7 +21,7 @@ _START_S = 60
 
 
 def run_replace(opens: int) -> Counter[str]:
-    """Counts of a run: ``opens``, ``verified``, ``replaced``, ``seen`` archives, ``mixed`` ones and ``false_alarms``."""
+    """Counts of a run: ``opens``, ``verified``, ``replaced``, archives ``seen``, ``mixed`` and ``false_alarms``."""
     counts: Counter[str] = Counter(opens=opens, mixed=0, false_alarms=0)
     with tempfile.TemporaryDirectory() as folder:
         place, sources = Path(folder) / "archive", [Path(folder) / f"source-{turn}" for turn in range(len(TEXTS))]

@@ -155,7 +155,7 @@ def _one_case(folder: Path, rng: random.Random) -> tuple[str, str]:
         while where is not None and where.tb_next is not None:
             where = where.tb_next
         line = "" if where is None else f"{where.tb_frame.f_code.co_filename}:{where.tb_lineno}"
-        kind = {"_NotFinite": "not_finite", "_Disturbed": "disturbed"}.get(type(error).__name__, "untyped")
+        kind = {"_NotFiniteError": "not_finite", "_DisturbedError": "disturbed"}.get(type(error).__name__, "untyped")
         return kind, f"{done}: {type(error).__name__}: {error} ({line})"
     finally:
         signal.alarm(0)
@@ -178,11 +178,11 @@ def _damage(rng: random.Random, work: Path, damaged: Path) -> str:
     return " and ".join(done) or "nothing"
 
 
-class _NotFinite(AssertionError):
+class _NotFiniteError(AssertionError):
     """A question got logits that are NaN or infinite."""
 
 
-class _Disturbed(AssertionError):
+class _DisturbedError(AssertionError):
     """A sound document of a catalog could not be read beside a damaged one."""
 
 
@@ -217,7 +217,7 @@ def _ask(archive: Archive) -> None:
     model = archive.model.model
     logits = model(**archive.questions(["Who kept the book?"]), cache=ArchiveCache(archive, budget=8)).logits
     if not bool(torch.isfinite(logits).all()):
-        raise _NotFinite("logits are not finite")
+        raise _NotFiniteError("logits are not finite")
 
 
 def _whole(archive: Archive) -> None:
@@ -230,7 +230,7 @@ def _use_catalog(path: Path, damaged: str) -> RagkvError | None:
     sound = [found.name for found in (path / "documents").glob("[0-9a-f]*") if found.name != damaged]
     refusal: RagkvError | None = None
     for found in _sound_faults(catalog, sound):
-        raise _Disturbed(found)
+        raise _DisturbedError(found)
     for use in (catalog.entry, catalog.archive):
         try:
             use(damaged)

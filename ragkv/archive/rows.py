@@ -327,13 +327,13 @@ class RowsFile:
         found = np.searchsorted(self.groups.start[first:last], addresses.cpu().numpy(), side="right") - 1
         groups = np.unique(found) + first
         self.require(groups)
-        for group in groups[~looked_at[groups]].tolist() if fits is not None else ():
-            if not fits(int(self.groups.start[group]), int(self.groups.stop[group])):
+        for group in groups[~looked_at[groups]].tolist():
+            if fits is not None and not fits(int(self.groups.start[group]), int(self.groups.stop[group])):
                 raise ArchiveCorruptError(
                     f"{str(self.path)!r}: row group {group} holds a number that is NaN or infinite, or too large; the "
                     "archive is damaged: build it again"
                 )
-            self._fit[group] = True
+            looked_at[group] = True
 
     def changed(self) -> bool:
         """Whether the file was changed in place since it was mapped: other bytes, or fewer, may stand there now.
