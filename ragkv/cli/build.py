@@ -128,12 +128,13 @@ def _check_source(target: Path, name: str) -> None:
 def _build_one(
     loaded: LoadedModel, path: Path, text: str, target: Path, recipe: Recipe, layout: PromptLayout, *, force: bool
 ) -> dict[str, Any]:
-    from ragkv.build.builder import build_archive, is_current
+    from ragkv.build.builder import build_archive, is_current, keep_policy
 
     row: dict[str, Any] = {"file": str(path), "archive": str(target)}
     name = source_name(path)
     if not force:
         if is_current(loaded, text, target, recipe=recipe, layout=layout):
+            keep_policy(target, recipe)
             return {**row, "built": False}
         _check_source(target, name)
     with progress(path.name) as report:
