@@ -127,7 +127,7 @@ def read_bounded(path: Path, limit: int) -> bytes:
         length = os.fstat(handle.fileno()).st_size
         if length > limit:
             raise ArchiveCorruptError(f"{path.name}: {length} bytes, at most {limit} are allowed")
-        return handle.read(limit + 1)[: limit + 1]
+        return handle.read(length + 1)  # what is asked for is taken from memory at once: not `limit`
 
 
 def read_checked(folder: Path, name: str, expected: FileEntry) -> bytes:

@@ -47,7 +47,7 @@ def staging(path: Path, keep: Callable[[Path], bool] | None = None, *, rubble: b
     with _writing(path), ExitStack() as stack:
         path.parent.mkdir(parents=True, exist_ok=True)
         with publishing_in(path.parent):
-            _sweep(path.parent)
+            sweep_held(path.parent)
             if not rubble:
                 _check_place(path)
             stack.callback(_drop, folder, alive)
@@ -88,7 +88,7 @@ def recover(path: Path) -> bool:
         if is_there(path.parent / LOCK_FILE):
             with suppress(OSError), publishing_in(path.parent):
                 if not _is_archive(path):
-                    _sweep(path.parent, only=path.name)
+                    sweep_held(path.parent, only=path.name)
         return _is_archive(path)
 
 
@@ -104,7 +104,7 @@ def interrupted(names: Collection[str]) -> list[str]:
 def sweep(folder: Path) -> None:
     """Clear away what dead builds left in `folder`, and put back what they were replacing."""
     with publishing_in(folder):
-        _sweep(folder)
+        sweep_held(folder)
 
 
 def seal(folder: Path, manifest: Manifest) -> Manifest:
@@ -236,8 +236,8 @@ def leftovers(parent: Path, *, only: str | None = None) -> list[tuple[Path, Path
     return found
 
 
-def _sweep(parent: Path, *, only: str | None = None) -> None:
-    """Clear up after dead builds, under the lock of `publishing_in`."""
+def sweep_held(parent: Path, *, only: str | None = None) -> None:
+    """As `sweep`, for who holds the lock of `publishing_in`; with `only`, what was built for one target."""
     for target, folder, aside, alive in leftovers(parent, only=only):
         if _is_archive(aside) and not os.path.lexists(target):
             aside.rename(target)

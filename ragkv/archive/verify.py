@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ragkv.archive.files import is_there, local_path, system_errors
-from ragkv.archive.manifest import MANIFEST_FILE, LayerEntry, Manifest
+from ragkv.archive.manifest import MANIFEST_FILE, LayerEntry, Manifest, read_manifest
 from ragkv.archive.parquet import integers
 from ragkv.archive.payload import Payload, from_bits
 from ragkv.archive.rows import ROWS_FILE, binary_rows, flat_lists
@@ -97,10 +97,16 @@ def _collected(name: str, found: Iterator[str]) -> list[str]:
     return faults
 
 
-def _extra_files(folder: Path, manifest: Manifest) -> Iterator[str]:
-    for found in sorted(folder.iterdir()):
-        if found.name != MANIFEST_FILE and found.name not in manifest.files:
-            yield f"{found.name}: not in the manifest"
+def _extra_files(folder: Path, manifest: Manifest) -> list[str]:
+    """Files that do not belong there; none of an archive that was replaced since it was read."""
+    try:
+        with system_errors(f"{str(folder)!r}"):
+            found = sorted(path.name for path in folder.iterdir())
+            if read_manifest(folder) != manifest:
+                return []
+    except (ArchiveNotFoundError, ArchiveFormatError, ArchiveCorruptError):
+        return []
+    return [f"{name}: not in the manifest" for name in found if name not in (MANIFEST_FILE, *manifest.files)]
 
 
 def _token_faults(snapshot: Snapshot) -> Iterator[str]:

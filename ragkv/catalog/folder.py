@@ -20,7 +20,16 @@ from pathlib import Path
 
 from ragkv.archive.files import Stamp, is_there, read_bounded, stamp_of, system_errors
 from ragkv.archive.manifest import MANIFEST_FILE, Manifest, read_manifest
-from ragkv.archive.publish import delete, fsync_folder, interrupted, leftovers, publishing_in, recover, write_whole
+from ragkv.archive.publish import (
+    delete,
+    fsync_folder,
+    interrupted,
+    leftovers,
+    publishing_in,
+    recover,
+    sweep_held,
+    write_whole,
+)
 from ragkv.archive.verify import is_sound
 from ragkv.catalog.entries import CatalogEntry, entry_of
 from ragkv.catalog.head import CatalogHead, is_document_id
@@ -149,11 +158,21 @@ class CatalogFolder:
             self._write_names(document_id, [each for each in (*entry.names, name) if each])
 
     def drop_name(self, document_id: str, name: str) -> bool:
-        """Take a name from a document that has others; whether it has."""
+        """Take a name from a document that has others; whether it has.
+
+        Raises
+        ------
+        ArchiveNotFoundError
+            If there is no such document, or it is not called so.
+        """
         with self._locked():
-            entry = self._entry(document_id)
-            names = () if entry is None else entry.names
-            if name not in names or len(names) < 2:
+            names = self._read_entry(document_id).names
+            if name not in names:
+                raise ArchiveNotFoundError(
+                    f"document {document_id[:12]}... of the catalog {str(self.path)!r} is not called {name!r}; "
+                    f"its names are {', '.join(names)}"
+                )
+            if len(names) < 2:
                 return False
             self._write_names(document_id, [each for each in names if each != name])
             return True
@@ -216,6 +235,8 @@ class CatalogFolder:
         with self._locked():
             if self.stamp(document_id) != stamp:
                 return None
+            with suppress(OSError):  # whoever built it may have died before it cleared up
+                sweep_held(self._documents)
             if self._is_marked(document_id):  # else nothing changes, and the catalog may be on a read-only medium
                 self._mark(document_id).unlink(missing_ok=True)
             return self._read_entry(document_id)
