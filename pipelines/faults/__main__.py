@@ -41,6 +41,7 @@ def main(words: Sequence[str] | None = None) -> int:
     add("--seed", type=int, default=0, help="chooses what is altered (0)")
     given = parser.parse_args(words)
     with tempfile.TemporaryDirectory(prefix="ragkv-faults-") as name:
+        result: replace.Replaced | kill.Kills | tamper.Tampered
         if given.kind == "replace":
             result = replace.run(Path(name), given.opens)
         elif given.kind == "kill":

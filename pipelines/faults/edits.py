@@ -20,10 +20,24 @@ from ragkv.archive.parquet import plain_bytes
 from ragkv.archive.rows import ROWS_FILE
 
 _SUMS = "ragkv.row_groups.sha256"
-_BOMB = 30_000_000
+_BOMB, _SMALLER_BOMB = 30_000_000, 300_000
 _NUMBERS = (0, 1, -1, 7, 255, 1 << 16, (1 << 31) - 1, 1 << 31, 1 << 32, 1 << 62, 1 << 63, 1 << 64, 10**400)
 _FLOATS = (0.0, -0.5, 1.5, 1e308, float("nan"), float("inf"), -float("inf"))
-_OTHERS = (None, True, False, "", "x", "\ud800", "../../etc", [], {}, [[]], [0] * 5000, {"a": {"b": []}}, "9" * 5000)
+_OTHERS: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    "",
+    "x",
+    "\ud800",
+    "../../etc",
+    [],
+    {},
+    [[]],
+    [0] * 5000,
+    {"a": {"b": []}},
+    "9" * 5000,
+)
 _INTS = (0, 1, -1, 2, 3, 127, 1 << 16, (1 << 31) - 1, -(1 << 31))
 
 
@@ -216,25 +230,18 @@ def change_schema(random: Random, path: Path) -> None:
 
 def compress(random: Random, path: Path) -> None:
     """The same table, or a huge one of one value, in few bytes: compressed, as a dictionary, or as run lengths."""
-    table, options = (
-        _read(path),
-        random.choice(
-            ({"compression": "zstd"}, {"compression": "gzip"}, {"compression": "none", "use_dictionary": True})
-        ),
-    )
+    table = _read(path)
+    options: list[dict[str, Any]] = [
+        {"compression": "zstd", "use_dictionary": False},
+        {"compression": "gzip", "use_dictionary": False},
+        {"compression": "none", "use_dictionary": True},
+        {"compression": "none", "use_dictionary": False, "column_encoding": _packed(table.schema)},
+    ]
     if random.random() < 0.5:
-        columns = []
-        for field in table.schema:
-            first = table.column(field.name)[0]
-            small = pa.types.is_integer(field.type)
-            columns.append(pa.repeat(first, _BOMB if small else 1000) if small else pa.repeat(first, 1000))
-        n = min(len(column) for column in columns) if random.random() < 0.5 else _BOMB
-        columns = [pa.repeat(column[0], n) if pa.types.is_integer(column.type) else column for column in columns]
-        n = min(len(column) for column in columns)
-        table = pa.table([column.slice(0, n) for column in columns], schema=table.schema)
-        options = random.choice((options, {"compression": "none", "column_encoding": _packed(table.schema)}))
-        options.setdefault("use_dictionary", False)
-    pq.write_table(table.replace_schema_metadata(table.schema.metadata), path, **options)
+        n = _BOMB if all(pa.types.is_integer(field.type) for field in table.schema) else _SMALLER_BOMB
+        columns = [pa.repeat(table.column(name)[0], n) for name in table.column_names]
+        table = pa.table(columns, schema=table.schema)
+    pq.write_table(table, path, **random.choice(options))
 
 
 def _packed(schema: pa.Schema) -> dict[str, str]:

@@ -16,8 +16,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from pipelines.faults import subject
 from ragkv import Archive, Catalog
@@ -26,6 +28,7 @@ from ragkv.errors import ArchiveNotFoundError, RagkvError
 _CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink", "os.chmod"}
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _DEADLINE_S = 120.0
+_TORN = (0.5, 1.0, 0.0)  # shares of a last write that get through, one after another
 
 
 class Killed(BaseException):
@@ -35,8 +38,8 @@ class Killed(BaseException):
 class _Steps:
     """Counts the steps of this process that change files below `folder`; from step `last` on none gets through."""
 
-    def __init__(self, folder: Path, last: int | None, *, by_signal: bool) -> None:
-        self.folder, self.last, self.by_signal = str(folder), last, by_signal
+    def __init__(self, folder: Path, last: int | None, *, by_signal: bool, torn: float) -> None:
+        self.folder, self.last, self.by_signal, self.torn = str(folder), last, by_signal, torn
         self.taken = 0
 
     @property
@@ -55,13 +58,13 @@ class _Steps:
         return isinstance(path, str | bytes | os.PathLike) and os.fsdecode(path).startswith(self.folder)
 
 
-_watch: _Steps | None = None
+_watching: list[_Steps] = []  # one at most
 
 
 def _audit(event: str, words: tuple[Any, ...]) -> None:
-    watch = _watch
-    if watch is None:
+    if not _watching:
         return
+    watch = _watching[0]
     if event == "open":
         path, _, flags = words
         if watch.inside(path) and isinstance(flags, int) and flags & _WRITING:
@@ -78,12 +81,13 @@ def _is_folder(word: object) -> bool:
 class _Unbuffered(io.RawIOBase):
     """A file whose every write is a step that may reach the disk by half, and whose every byte is there at once."""
 
-    def __init__(self, raw: io.RawIOBase, watch: _Steps) -> None:
+    def __init__(self, raw: Any, watch: _Steps) -> None:
         self._raw, self._watch = raw, watch
 
     def write(self, data: Any) -> int:
         if self._watch.is_last:
-            self._raw.write(memoryview(data).cast("B")[: len(memoryview(data).cast("B")) // 2])
+            raw = memoryview(data).cast("B")
+            self._raw.write(raw[: int(len(raw) * self._watch.torn)])
         self._watch.step()
         return self._raw.write(data)
 
@@ -111,13 +115,13 @@ class _Unbuffered(io.RawIOBase):
 
 
 @contextmanager
-def killed_at(folder: Path, last: int | None, *, by_signal: bool = False) -> Iterator[_Steps]:
-    """Count steps below `folder`; with `last`, nothing from that step on gets through, and `Killed` is raised there."""
-    global _watch
-    if not getattr(sys, "_ragkv_faults_audit", False):  # a hook stays for ever, so there is one
-        sys.addaudithook(_audit)
-        sys._ragkv_faults_audit = True
-    watch = _Steps(folder, last, by_signal=by_signal)
+def killed_at(folder: Path, last: int | None, *, by_signal: bool = False, torn: float = _TORN[0]) -> Iterator[_Steps]:
+    """Count steps below `folder`; with `last`, nothing from that step on gets through, and `Killed` is raised there.
+
+    Of a write that is the last step the share `torn` reaches the disk.
+    """
+    _listen()
+    watch = _Steps(folder, last, by_signal=by_signal, torn=torn)
     real_open, real_fsync = io.open, os.fsync
 
     def open_file(file: Any, mode: str = "r", *words: Any, **named: Any) -> Any:
@@ -125,16 +129,27 @@ def killed_at(folder: Path, last: int | None, *, by_signal: bool = False) -> Ite
             return _Unbuffered(real_open(file, mode, 0), watch)
         return real_open(file, mode, *words, **named)
 
-    def fsync(descriptor: Any) -> None:
+    def flush(fd: Any) -> None:
         watch.step()
-        real_fsync(descriptor)
+        real_fsync(fd)
 
-    _watch, io.open, builtins.open, os.fsync = watch, open_file, open_file, fsync
+    _watching.append(watch)
     try:
-        yield watch
+        with (
+            patch.object(io, "open", open_file),
+            patch.object(builtins, "open", open_file),
+            patch.object(os, "fsync", flush),
+        ):
+            yield watch
     finally:
-        _watch, io.open, builtins.open, os.fsync = None, real_open, real_open, real_fsync
+        _watching.clear()
         _let_go(folder)
+
+
+@lru_cache(maxsize=1)
+def _listen() -> None:
+    """Be told of all changes of files: once, because whoever listens does so for ever."""
+    sys.addaudithook(_audit)
 
 
 def _let_go(folder: Path) -> None:
@@ -266,20 +281,22 @@ class _Ready:
 
 
 def run(work: Path, steps: int, *, processes: int = 0) -> Kills:
-    """Kill each change at its steps, `steps` kills in all, spread evenly; `work` is an empty folder."""
+    """Kill each change at its steps, `steps` kills in all, spread evenly; `work` is an empty folder.
+
+    Where there are fewer steps, some are tried again with writes that are torn elsewhere.
+    """
     ready = [_make_ready(work / "before", change) for change in CHANGES]
     every = [(each, step) for each in ready for step in range(1, each.n_steps + 1)]
-    chosen = (
-        [every[place * len(every) // steps % len(every)] for place in range(steps)] if steps < len(every) else every
-    )
+    spread = range(steps) if steps >= len(every) else (place * len(every) // steps for place in range(steps))
     errors, counts = list[str](), dict.fromkeys((change.name for change in CHANGES), 0)
-    for each, step in chosen:
+    for place in spread:
+        each, step = every[place % len(every)]
         counts[each.change.name] += 1
-        errors += _kill_one(work, each, step, by_signal=False)
+        errors += _kill_one(work, each, step, torn=_TORN[place // len(every) % len(_TORN)])
     for place in range(processes):
         each, step = every[(2 * place + 1) * len(every) // (2 * processes)]
-        errors += _kill_one(work, each, step, by_signal=True)
-    return Kills(len(chosen), processes, counts, tuple(errors))
+        errors += _kill_one(work, each, step, torn=_TORN[0], by_signal=True)
+    return Kills(steps, processes, counts, tuple(errors))
 
 
 def _make_ready(work: Path, change: Change) -> _Ready:
@@ -292,7 +309,7 @@ def _make_ready(work: Path, change: Change) -> _Ready:
     return _Ready(change, before, subject.tree(after), watch.taken)
 
 
-def _kill_one(work: Path, ready: _Ready, step: int, *, by_signal: bool) -> list[str]:
+def _kill_one(work: Path, ready: _Ready, step: int, *, torn: float, by_signal: bool = False) -> list[str]:
     """What is wrong after a kill at one step of a change."""
     folder, seen, change = work / "now", work / "seen", ready.change
     for left in (folder, seen):
@@ -306,7 +323,7 @@ def _kill_one(work: Path, ready: _Ready, step: int, *, by_signal: bool) -> list[
         if process.exitcode != -signal.SIGKILL:
             return [f"{where}: the process ended with {process.exitcode} and was not killed"]
     else:
-        with suppress(Killed), killed_at(folder, step):
+        with suppress(Killed), killed_at(folder, step, torn=torn):
             change.act(folder)
             return [f"{where}: was not reached"]
     shutil.copytree(folder, seen)

@@ -7,7 +7,10 @@ import multiprocessing
 import shutil
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.sharedctypes import Synchronized
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import torch
@@ -64,7 +67,7 @@ def run(work: Path, opens: int) -> Replaced:
         replacer.join(_DEADLINE_S)
 
 
-def _open_all(path: Path, opens: int, known: dict[str, str], turns: object) -> Replaced:
+def _open_all(path: Path, opens: int, known: dict[str, str], turns: Synchronized[int]) -> Replaced:
     began, found, mixed, alarms, errors = turns.value, Counter[str](), 0, 0, list[str]()
     answers = {boat: _answer(path.parent / "known" / boat) for boat in known.values()}
     for turn in range(opens):
@@ -105,7 +108,7 @@ def _digest_of(archive: Archive) -> str:
     return hasher.hexdigest()
 
 
-def _replace(work: Path, turns: object, stop: object) -> None:
+def _replace(work: Path, turns: Synchronized[int], stop: Event) -> None:
     """What the other process does: put each known archive in place, as a build does, until it is told to stop."""
     while not stop.is_set():
         for boat in BOATS:
@@ -116,7 +119,7 @@ def _replace(work: Path, turns: object, stop: object) -> None:
                 turns.value += 1
 
 
-def _wait(until: object) -> None:
+def _wait(until: Callable[[], bool]) -> None:
     deadline = time.monotonic() + _DEADLINE_S
     while not until() and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -14,6 +14,7 @@ import resource
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -39,6 +40,7 @@ _BOATS = ("barge", "canoe", "ferry")
 _SHARED = 0.15  # share of cases of a catalog in which a file is altered that belongs to no document
 _TWICE = 0.25  # share of cases with two changes
 _EVERYTHING = 1 << 20
+_ID = 64  # characters of the id of a document
 
 
 @dataclass(frozen=True)
@@ -250,6 +252,10 @@ def _ask(archive: Archive) -> None:
             raise WrongError("logits are NaN or infinite")
 
 
+def _ask_document(catalog: Catalog, word: str) -> None:
+    _ask(catalog.archive(word if len(word) == _ID else catalog.entry(word).id))
+
+
 def _read_catalog(path: Path, damaged: str | None = None, healthy: list[str] | None = None) -> Iterator[bool]:
     """Read a catalog one of whose documents may be damaged; the others must be there and answer."""
     made: list[Catalog] = []
@@ -258,9 +264,10 @@ def _read_catalog(path: Path, damaged: str | None = None, healthy: list[str] | N
         return
     catalog, listed = made[0], set[str]()
     yield _tried(lambda: listed.update(entry.id for entry in catalog.entries()))
-    for word in (damaged, *(healthy or ())):
-        yield _tried(lambda word=word: catalog.entry(word or "barge.txt"))
-        yield _tried(lambda word=word: _ask(catalog.archive(word or catalog.entry("barge.txt").id)))
+    for word in ("barge.txt", damaged, *(healthy or ())):
+        if word is not None:
+            yield _tried(partial(catalog.entry, word))
+            yield _tried(partial(_ask_document, catalog, word))
     if damaged is not None:
         yield from _read_archive(path / "documents" / damaged)
     for document_id in healthy or ():
