@@ -18,6 +18,7 @@ from filelock import FileLock
 from ragkv import Archive
 from ragkv.answer.ask import ask
 from ragkv.archive.verify import verify_archive
+from ragkv.catalog import folder as folder_module
 from ragkv.catalog.catalog import Catalog
 from ragkv.errors import (
     ArchiveCorruptError,
@@ -323,3 +324,31 @@ def test_a_reader_sees_whole_documents_or_none_while_a_writer_adds_removes_and_c
     assert seen[0] > 0
     assert [verify_archive(entry.path) for entry in writer.entries()] == [[], []]
     assert len(documents(writer)) == 2
+
+
+# --- names
+
+
+def test_a_name_that_is_being_written_is_no_name_and_hides_no_document(catalog: Catalog) -> None:
+    entry = catalog.add(TEXTS[0], name="again.txt")
+    folder = catalog.path / "names" / entry.id
+    (folder / f".{'0' * 64}.0123456789ab.tmp").write_bytes("half of \u6d77".encode()[:-1])
+    assert catalog.entry(entry.id).names == ("Barge.txt", "again.txt")
+
+
+def test_a_name_that_vanishes_while_it_is_read_hides_no_document(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = catalog.add(TEXTS[0], name="again.txt")
+    listed = folder_module._names
+    gone = "0" * 64
+    monkeypatch.setattr(
+        folder_module, "_names", lambda path: [*listed(path), *([gone] if path.parent.name == "names" else [])]
+    )
+    assert catalog.entry(entry.id).names == ("Barge.txt", "again.txt")
+
+
+def test_a_name_too_long_to_be_read_again_is_refused(catalog: Catalog) -> None:
+    with pytest.raises(ConfigError, match="is too long; give at most 65536 bytes"):
+        catalog.add(TEXTS[0], name="x" * 70_000)
+    assert [entry.name for entry in catalog.entries()] == ["Barge.txt", "cutter.txt", "dinghy.txt"]

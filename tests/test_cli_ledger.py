@@ -58,8 +58,8 @@ def test_json_is_the_only_thing_on_stdout_and_in_bytes(run):
     # transforms: 15 of 16 coefficients of centroids, keys, values, and half as many mean values; 8 axes, two means
     prototype, transforms = 64 + 32 + 15, 2 * 128 * (120 + 60 + 120 + 120 + 8 + 4)
     assert row["archive_resident_bytes"] == 1024 * (8172 * prototype + 80 * 512 + transforms) + 32 * 80 * 8
-    # on disk 3 bits a number with a scale each for key and value, and the position; exact tokens a byte a number
-    token, exact = 2 * (1 + 48) + 2, 2 * (128 + 4)
+    # on disk 3 bits a number of a key and 2.5 of a value, a scale each, and the position; exact tokens a byte a number
+    token, exact = 1 + 48 + 1 + 40 + 2, 2 * (128 + 4)
     on_disk = 1024 * (32688 * token + 8172 * prototype + 80 * exact + transforms)
     assert row["archive_disk_bytes"] == on_disk + 32768 * 12 + 8192
     assert row["gpu_share"] == pytest.approx(2 / 3)

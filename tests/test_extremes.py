@@ -3,42 +3,56 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import DynamicCache
 
-from ragkv import Recipe
-from ragkv.archive.centroids import read_centroids, write_centroids
+import ragkv.build.builder
+from ragkv import Archive, LoadedModel, PromptLayout, Recipe, attach
 from ragkv.archive.codec import fit_basis
 from ragkv.archive.manifest import read_manifest
 from ragkv.archive.payload import rounded
-from ragkv.archive.verify_layer import Spans, layer_faults
-from ragkv.build.layer import Span, write_layer
+from ragkv.archive.prototypes import read_centroids, write_centroids
+from ragkv.archive.verify import verify_archive
+from ragkv.build.builder import BuildRequest, write_archive
 from ragkv.errors import ArchiveCorruptError, ArchiveFormatError, ConfigError, NonFiniteError
-from ragkv.model.prefill import LARGEST_NUMBER, CapturedLayer, captured_layers
-from ragkv.recall.layers import ArchivedLayer, load_layer, whole_layer
+from ragkv.model.prefill import LARGEST_NUMBER, captured_layers
 from tests.archives import archive_of
 from tests.forge import edit_manifest, reseal
+from tests.tiny import TEXT, tiny_model, tiny_tokenizer
 
-RECIPES = {codec: Recipe(tokens_per_cluster=4, key_codec=codec, value_codec=codec) for codec in ("lossless", "int3")}
+RECIPES = {
+    codec: Recipe(tokens_per_cluster=4, sink_tokens=4, window_tokens=4, key_codec=codec, value_codec=codec)
+    for codec in ("lossless", "int3")
+}
+
+
+@lru_cache(maxsize=1)
+def half() -> LoadedModel:
+    return LoadedModel(model=attach(tiny_model("llama").half()), tokenizer=tiny_tokenizer(), name="half")
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def written(folder: Path, tensor: torch.Tensor, codec: str) -> tuple[ArchivedLayer, list[str]]:
-    """A layer with `tensor` (n_kv_heads, n_tokens, dim) for keys and values as it is loaded, and its faults."""
-    (folder / "layers").mkdir()
-    span, n_tokens = Span(head=2, tail=tensor.shape[1] - 3, end=tensor.shape[1]), tensor.shape[1]
-    captured = CapturedLayer(keys=tensor, values=tensor, first_position=0)
-    entry, _ = write_layer(
-        folder, 0, captured, window=None, span=span, recipe=RECIPES[codec], query_moment=torch.eye(8).expand(2, -1, -1)
-    )
-    faults = list(layer_faults(folder, entry, Spans(2, n_tokens - 3, n_tokens), tensor.dtype))
-    return load_layer(folder, entry, tensor.dtype, device=torch.device("cpu"), dtype=tensor.dtype), faults
+def written(
+    folder: Path, change: Callable[[torch.Tensor], torch.Tensor], codec: str, monkeypatch: pytest.MonkeyPatch
+) -> Archive:
+    """An archive in float16 whose keys and values are normal numbers after `change`, and queries of unit variance."""
+    request = BuildRequest.of(half(), TEXT[:400], recipe=RECIPES[codec], layout=PromptLayout.plain())
+    tensor = change(normal(1, 2, len(request.prompt_ids), 16)).to(torch.float16)
+    cache, moment = DynamicCache(), torch.eye(16).expand(2, -1, -1)
+    for index in range(3):
+        cache.update(tensor, tensor, index)
+    monkeypatch.setattr(ragkv.build.builder, "query_moments", lambda *_: dict.fromkeys(range(3), moment))
+    write_archive(request, cache, folder)
+    return Archive.open(folder, request.model)
 
 
 def test_rounding_goes_no_further_than_the_largest_number() -> None:
@@ -48,20 +62,30 @@ def test_rounding_goes_no_further_than_the_largest_number() -> None:
 
 
 @pytest.mark.parametrize("codec", RECIPES)
-def test_keys_near_the_end_of_float16_give_a_sound_archive_of_finite_numbers(tmp_path: Path, codec: str) -> None:
-    """A centroid is off by half a step of its range, which is enough to leave float16."""
-    tensor = normal(2, 60, 8).sign().mul(65_504).to(torch.float16)
-    layer, faults = written(tmp_path, tensor, codec)
-    assert faults == []
-    for each in (layer, whole_layer(layer)):
-        assert bool(torch.isfinite(each.keys).all() & torch.isfinite(each.values).all())
+def test_keys_near_the_end_of_float16_give_a_sound_archive_of_finite_numbers(
+    tmp_path: Path, codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is decoded is off by a share of a step, which is enough to leave float16."""
+    archive = written(tmp_path / "a", lambda tensor: tensor.sign() * 65_504, codec, monkeypatch)
+    assert verify_archive(archive.path) == []
+    for layer in archive.layers:
+        for each in (layer, archive.whole_layer(layer.index)):
+            assert bool(torch.isfinite(each.keys).all() & torch.isfinite(each.values).all())
+        assert layer.clusters is not None
+        for prototypes in (layer.clusters.centroids(), layer.clusters.mean_values()):
+            assert bool(torch.isfinite(prototypes).all())
 
 
 @pytest.mark.parametrize("codec", RECIPES)
-def test_keys_below_the_normal_numbers_of_float16_give_a_sound_archive(tmp_path: Path, codec: str) -> None:
+def test_keys_below_the_normal_numbers_of_float16_give_a_sound_archive(
+    tmp_path: Path, codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their rounding is a share of the least normal number, not of themselves."""
-    _, faults = written(tmp_path, normal(2, 60, 8).mul(1e-6).to(torch.float16), codec)
-    assert faults == []
+    archive = written(tmp_path / "a", lambda tensor: tensor * 1e-6, codec, monkeypatch)
+    assert verify_archive(archive.path) == []
+    for layer in archive.layers:
+        whole = archive.whole_layer(layer.index)
+        assert bool((whole.keys.abs() < 1e-4).all() & (whole.values.abs() < 1e-4).all())
 
 
 def test_small_residuals_get_the_widths_of_large_ones() -> None:
@@ -85,37 +109,35 @@ def test_numbers_whose_squares_are_too_large_are_refused(dtype: torch.dtype) -> 
         captured_layers(cache)
 
 
-@pytest.mark.parametrize("at", [65, 73 + 8 * 4])
-def test_a_centroid_file_that_claims_more_than_it_has_is_refused_before_memory_is_taken(
-    tmp_path: Path, at: int
-) -> None:
-    path = tmp_path / "c.faiss"
-    write_centroids(path, normal(6, 4))
-    raw = bytearray(path.read_bytes())
+@pytest.mark.parametrize("at", [8, 49, 57, 65, 73 + 4 * 2 * 8])
+def test_a_centroid_file_that_claims_more_than_it_has_is_refused_before_memory_is_taken(at: int) -> None:
+    """Centroids, columns, bytes of a centroid, numbers of the quantiser, bytes in all: six of four bytes, 8 columns."""
+    raw = bytearray(write_centroids(torch.zeros(6, 4, dtype=torch.uint8)))
+    assert torch.equal(read_centroids(bytes(raw), (6, 4)), torch.zeros(6, 4, dtype=torch.uint8))
     raw[at : at + 8] = (1 << 38).to_bytes(8, "little")
-    path.write_bytes(raw)
-    with pytest.raises(ArchiveCorruptError, match=r"c\.faiss: not a FAISS index that can be read"):
-        read_centroids(path, (6, 4))
+    with pytest.raises(ArchiveCorruptError, match=r"centroids\.faiss: not a FAISS shard of 6 centroids of 4 bytes"):
+        read_centroids(bytes(raw), (6, 4))
 
 
-def test_a_layer_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["prototypes.parquet", "transforms.parquet", "tokens.parquet", "rows.parquet"])
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, name: str) -> None:
     """Arrow explains itself over several lines."""
     archive = archive_of(tmp_path / "a")
-    entry = read_manifest(archive.path).layers[0]
-    path = archive.path / entry.exact_file
+    path = archive.path / name
     raw = bytearray(path.read_bytes())
     raw[4:40] = b"\xff" * 36
     path.write_bytes(raw)
-    reseal(archive.path)
-    with pytest.raises(ArchiveCorruptError, match="layer 0 cannot be read") as raised:
-        load_layer(archive.path, entry, torch.float32, device=torch.device("cpu"), dtype=torch.float32)
+    own = archive.path / "transforms.parquet"
+    reseal(archive.path, transforms=hashlib.sha256(own.read_bytes()).hexdigest())
+    with pytest.raises(ArchiveCorruptError, match=name.replace(".", r"\.")) as raised:
+        Archive.open(archive.path, archive.model)
     assert "\n" not in str(raised.value)
 
 
 def test_a_version_that_is_no_whole_number_is_refused(tmp_path: Path) -> None:
     path = archive_of(tmp_path / "a", document="A short text.").path
-    edit_manifest(path, lambda body: body.update(version=2.0))
-    with pytest.raises(ArchiveFormatError, match=r"format version 2\.0, this release reads 2"):
+    edit_manifest(path, lambda body: body.update(version=3.0))
+    with pytest.raises(ArchiveFormatError, match=r"format version 3\.0, this release reads 3"):
         read_manifest(path)
 
 
@@ -130,10 +152,10 @@ def test_counts_beyond_what_torch_compares_recall_everything(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("seed = 9223372036854775808", r"recipe: seed is too large; give at most 2\^63 - 1"),
-        (f"seed = 0x{'f' * 5000}", "recipe: seed is too large"),
-        (f"seed = {'9' * 5000}", "is not valid TOML"),
-        (f"seed = {'[' * 5000}", "is not valid TOML"),
+        ("kmeans_iterations = 9223372036854775808", r"recipe: kmeans_iterations is too large; give at most 2\^63 - 1"),
+        (f"kmeans_iterations = 0x{'f' * 5000}", "recipe: kmeans_iterations is too large"),
+        (f"kmeans_iterations = {'9' * 5000}", "is not valid TOML"),
+        (f"kmeans_iterations = {'[' * 5000}", "is not valid TOML"),
         (f'[layer_codecs.{"9" * 5000}]\nkey_codec = "int8"', "recipe: layer_codecs has '999"),
         (
             '[layer_codecs]\n0.key_codec = "int8"\n00.key_codec = "int2"',

@@ -16,8 +16,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from ragkv import Archive, PromptLayout, RagkvError, Recipe, build_archive
+from ragkv import Archive, LoadedModel, PromptLayout, RagkvError, Recipe, attach, build_archive
 from ragkv.archive.manifest import read_manifest
 from ragkv.archive.verify import verify_archive
 from ragkv.errors import ArchiveCorruptError, ArchiveFormatError
@@ -26,7 +27,7 @@ from ragkv.model.weights import weights_sha256
 from ragkv.recipe import RecallPolicy
 from tests.archives import SMALL, archive_of, loaded
 from tests.forge import edit_manifest
-from tests.tiny import TEXT
+from tests.tiny import TEXT, tiny_config, tiny_tokenizer
 
 INDEXES = Path(__file__).resolve().parent.parent / "indexes"
 
@@ -48,7 +49,7 @@ def folder(built: Path, tmp_path: Path) -> Path:
 
 def leaves(value: object, name: str = "") -> set[str]:
     """Names of all fields as FORMAT.md writes them; entries of `layers` by their own name."""
-    if name in ("model.rope_parameters", "recipe.asked") or not isinstance(value, dict):
+    if name in ("model.rope_parameters", "recipe.layer_codecs", "policy.layer_budgets") or not isinstance(value, dict):
         return {name}
     if name == "files":
         return {f"files.*.{key}" for entry in value.values() for key in entry}
@@ -64,6 +65,7 @@ def leaves(value: object, name: str = "") -> set[str]:
 def test_every_field_of_the_manifest_is_documented(built: Path) -> None:
     text = (INDEXES / "FORMAT.md").read_text(encoding="utf-8")
     body = json.loads((built / "manifest.json").read_text(encoding="utf-8"))
+    assert {"recipe.key_codec", "policy.budget", "files.*.sha256", "exact_tokens"} <= leaves(body)
     assert [name for name in sorted(leaves(body)) if f"`{name}`" not in text] == []
 
 
@@ -102,15 +104,15 @@ def refused(folder: Path, kind: type[RagkvError], match: str) -> None:
     assert "manifest.json: " in fault
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, "2", None])
+@pytest.mark.parametrize("version", [0, 1, 2, 4, "3", None])
 def test_another_version_is_refused(version: object, folder: Path) -> None:
     edit_manifest(folder, lambda body: body.__setitem__("version", version))
-    refused(folder, ArchiveFormatError, f"format version {version!r}, this release reads 2")
+    refused(folder, ArchiveFormatError, f"format version {version!r}, this release reads 3")
 
 
 def test_another_format_is_refused(folder: Path) -> None:
     edit_manifest(folder, lambda body: body.__setitem__("format", "zip"))
-    refused(folder, ArchiveFormatError, "not a ragkv-archive manifest")
+    refused(folder, ArchiveFormatError, "not a ragkv-archive file")
 
 
 def test_an_edited_field_is_refused(folder: Path) -> None:
@@ -127,7 +129,7 @@ def test_other_text_is_refused(text: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "place", ["", "model", "layout", "seams", "document", "counts", "recipe", "recipe.asked", "layers.0"]
+    "place", ["", "model", "layout", "seams", "document", "counts", "recipe", "policy", "layers.0"]
 )
 def test_an_unknown_field_is_refused(place: str, folder: Path) -> None:
     edit_manifest(folder, lambda body: at(body, place).__setitem__("extra", 1))
@@ -141,8 +143,8 @@ def test_an_unknown_field_is_refused(place: str, folder: Path) -> None:
         ("counts.archived_tokens", [1.5, [], {}]),
         ("layers", [{}, None, [1]]),
         ("layers.1.clusters", [[1], None, 5, [33.0, 33.0], [-1, 1], "ab"]),
-        ("layers.1.key_widths", [[0, 8], [0, 8, -4], [0.0, 8, 8], [0, 8, 8, 0], None, "abc"]),
-        ("layers.1.value_widths", [[16], [True, 0, 0], 3]),
+        ("layers.1.key_dim", [2.0, "2", None]),
+        ("transforms", [None, "", "0" * 64, 3]),
         ("layers.1.n_kv_heads", [2.0, "2", None]),
         ("layers.1.window", [1.0, "24", -1]),
         ("layers.1.index", ["1", 1.0, None, -1]),
@@ -154,10 +156,12 @@ def test_an_unknown_field_is_refused(place: str, folder: Path) -> None:
         ("layout.question", ["no slot", 1, None]),
         ("layout.stop", ["\n", [1], None]),
         ("seams.prefix", [1, "no", None]),
-        ("recipe.asked", [{}, None, {"seed": "x"}]),
-        ("recipe.asked.recall", [{}, None, {"budget": 0}, {"budget": "all"}]),
-        ("recipe.asked.key_codec", ["int5", None, 3]),
-        ("recipe.built.clusters_min", [0, "x"]),
+        ("recipe", [{}, None, {"seed": 0}]),
+        ("recipe.key_codec", ["int5", None, 3]),
+        ("recipe.exact_codec", ["int4", None]),
+        ("recipe.key_prototype_bits", [0, 9, 4.0]),
+        ("policy", [{}, None, {"budget": 0}, {"budget": "all"}]),
+        ("counts.clusters_asked", [-1, "x"]),
         ("document.sha256", [None, 7]),
     ],
 )
@@ -188,8 +192,29 @@ def at(body: Any, place: str) -> Any:
 
 
 def test_paths_outside_the_archive_are_refused(folder: Path) -> None:
-    edit_manifest(folder, lambda body: body["files"].__setitem__("../../secret", {"sha256": "0", "bytes": 1}))
+    edit_manifest(folder, lambda body: body["files"].__setitem__("../../secret", {"sha256": "0" * 64, "bytes": 1}))
     refused(folder, ArchiveFormatError, "disagree on '../../secret'")
+
+
+# --- folder
+
+
+def test_an_archive_is_at_most_six_files_whatever_its_layers(tmp_path: Path, built: Path) -> None:
+    names = [found.name for found in built.iterdir()]
+    assert sorted(names) == sorted(["manifest.json", *read_manifest(built).files])
+    assert len(names) == 6
+    config = tiny_config("llama")
+    config.num_hidden_layers = 9
+    model = LoadedModel(
+        model=attach(AutoModelForCausalLM.from_config(config).eval()), tokenizer=tiny_tokenizer(), name="deep"
+    )
+    build_archive(model, TEXT, tmp_path / "deep", recipe=SMALL, layout=PromptLayout.plain())
+    assert sorted(found.name for found in (tmp_path / "deep").iterdir()) == sorted(names)
+
+
+def test_a_short_document_has_three_files(tmp_path: Path) -> None:
+    archive = archive_of(tmp_path / "a", document="Short.")
+    assert sorted(found.name for found in archive.path.iterdir()) == ["manifest.json", "rows.parquet", "tokens.parquet"]
 
 
 # --- fingerprint, tokens, recipe

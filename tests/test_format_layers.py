@@ -1,11 +1,14 @@
-"""The files of a layer as ``indexes/FORMAT.md`` states them: readers written from that text alone find the same."""
+"""Rows, codes and prototypes as ``indexes/FORMAT.md`` states them: readers written from it alone find the same."""
 
 from __future__ import annotations
 
+import hashlib
 import struct
-from itertools import pairwise
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
+import faiss
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -13,15 +16,18 @@ import torch
 
 from ragkv import Archive
 from ragkv.archive import rows
-from ragkv.archive.centroids import read_centroids, write_centroids
-from ragkv.archive.manifest import read_manifest
-from ragkv.archive.payload import from_bits, to_bits
-from ragkv.archive.rows import EXACT, Rows, map_file, read_rows, row_groups, write_rows
-from ragkv.recall.layers import decode_rows, mean_values
+from ragkv.archive.codec import Widths, pack, unpack
+from ragkv.archive.files import FileEntry
+from ragkv.archive.manifest import LayerEntry, read_manifest
+from ragkv.archive.payload import decode_exact, encode_exact, from_bits, to_bits
+from ragkv.archive.prototypes import read_centroids, write_centroids
+from ragkv.archive.rows import EXACT, RowsFile, RowsWriter, rows_entry
+from ragkv.recall.layers import ClusterTable, decode_rows
 from tests.archives import CODED, archive_of, loaded
 from tests.tiny import TEXT
 
-GROUP_ROWS = 32
+LAYER = 1
+GROUP_TOKENS = 32
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -29,79 +35,122 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A lossless archive with many row groups; do not change it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows, "ROW_GROUP_ROWS", GROUP_ROWS)
+        patch.setattr(rows, "GROUP_TOKENS", GROUP_TOKENS)
         return archive_of(tmp_path_factory.mktemp("built") / "a", document=TEXT).path
 
 
 @pytest.fixture(scope="module")
 def coded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with int4 keys and int3 values; do not change it."""
+    """The same with int4 keys, int3 values and int8 exact tokens; do not change it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows, "ROW_GROUP_ROWS", GROUP_ROWS)
+        patch.setattr(rows, "GROUP_TOKENS", GROUP_TOKENS)
         return archive_of(tmp_path_factory.mktemp("coded") / "a", document=TEXT, recipe=CODED).path
+
+
+def table_of(folder: Path, index: int = LAYER) -> ClusterTable:
+    found = Archive.open(folder, loaded("llama")).layers[index].clusters
+    assert found is not None
+    return found
 
 
 # --- rows
 
 
-def addresses(path: Path, sizes: list[list[int]], row_bytes: int) -> list[list[int]]:
-    """Byte address of every cluster, by the formula of FORMAT.md."""
-    footer = pq.read_metadata(path)
-    first_byte, first_row, seen = [], [], 0
-    for number in range(footer.num_row_groups):
-        group = footer.row_group(number)
-        chunk = group.column(3)
-        header = chunk.total_compressed_size - group.num_rows * row_bytes
-        assert 0 < header <= 256
-        first_byte.append(chunk.data_page_offset + header)
-        first_row.append(seen)
+def row_list(folder: Path) -> list[dict[str, Any]]:
+    return pq.read_table(folder / "rows.parquet").to_pylist()
+
+
+def row_bytes_of(folder: Path, index: int) -> int:
+    """Bytes of one archived token of a layer."""
+    clusters = (row for row in row_list(folder) if row["layer"] == index and row["cluster"] != EXACT)
+    row = next(clusters)
+    return len(row["key_value"]) // len(row["positions"])
+
+
+def addresses(folder: Path) -> dict[tuple[int, int, int], tuple[int, int]]:
+    """First byte and length of every cluster by layer, KV head and cluster, by the formula of FORMAT.md."""
+    footer, manifest = pq.read_metadata(folder / "rows.parquet"), read_manifest(folder)
+    sizes = pq.read_table(folder / "prototypes.parquet").to_pylist()
+    row_bytes = {entry.index: row_bytes_of(folder, entry.index) for entry in manifest.layers}
+    number, clusters = dict[tuple[int, int], int](), []
+    for place, row in enumerate(sizes):
+        first = number.setdefault((row["layer"], row["kv_head"]), place)
+        clusters.append((row["layer"], row["kv_head"], place - first, row["size"] * row_bytes[row["layer"]]))
+    n_exact = sum(entry.n_kv_heads for entry in manifest.layers if entry.exact_tokens)
+    found, seen = {}, -n_exact
+    for place in range(footer.num_row_groups):
+        group = footer.row_group(place)
+        chunk = group.column(group.num_columns - 1)
+        if seen >= 0:
+            own = clusters[seen : seen + group.num_rows]
+            header = chunk.total_compressed_size - sum(length for *_, length in own) - 4 * group.num_rows
+            assert 0 < header <= 256
+            at = chunk.data_page_offset + header
+            for layer, head, cluster, length in own:
+                found[layer, head, cluster] = (at + 4, length)
+                at += length + 4
         seen += group.num_rows
-    found, before = [], 0
-    for head in sizes:
-        found.append([])
-        for size in head:
-            group = max(g for g, first in enumerate(first_row) if first <= before)
-            found[-1].append(first_byte[group] + (before - first_row[group]) * row_bytes)
-            before += size
+    assert seen == len(clusters)
     return found
 
 
-def cluster_sizes(folder: Path, layer: int) -> list[list[int]]:
-    table = pq.read_table(folder / f"layers/{layer:03d}.prototypes.parquet").to_pydict()
-    sizes: list[list[int]] = [[] for _ in range(max(table["kv_head"]) + 1)]
-    for head, size in zip(table["kv_head"], table["size"], strict=True):
-        sizes[head].append(size)
-    return sizes
+@pytest.mark.parametrize("kind", ["built", "coded"])
+def test_bytes_at_the_address_of_a_cluster_are_its_decoded_rows(kind: str, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue(kind)
+    raw, found = (folder / "rows.parquet").read_bytes(), addresses(folder)
+    decoded = {(row["layer"], row["kv_head"], row["cluster"]): row["key_value"] for row in row_list(folder)}
+    assert {key: raw[at : at + length] for key, (at, length) in found.items()} == {
+        key: value for key, value in decoded.items() if key[2] != EXACT
+    }
 
 
-def test_bytes_at_the_address_of_a_cluster_are_its_decoded_rows(built: Path) -> None:
-    path, sizes = built / "layers/001.rows.parquet", cluster_sizes(built, 1)
-    decoded = pq.read_table(path).to_pydict()
-    raw, row_bytes = path.read_bytes(), 128
-    for head, starts in enumerate(addresses(path, sizes, row_bytes)):
-        for cluster, start in enumerate(starts):
-            mine = zip(decoded["kv_head"], decoded["cluster"], decoded["key_value"], strict=True)
-            expected = b"".join(row for h, c, row in mine if (h, c) == (head, cluster))
-            assert raw[start : start + sizes[head][cluster] * row_bytes] == expected
+@pytest.mark.parametrize("kind", ["built", "coded"])
+def test_an_open_archive_uses_the_addresses_of_the_format(kind: str, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue(kind)
+    for index in range(3):
+        table = table_of(folder, index)
+        for (layer, head, cluster), (at, length) in addresses(folder).items():
+            if layer == index:
+                assert int(table.address[head, cluster]) + table.first_byte == at
+                assert int(table.sizes[head, cluster]) * table.row_bytes == length
 
 
-def test_an_open_archive_uses_the_addresses_of_the_format(built: Path) -> None:
-    tables = Archive.open(built, loaded("llama")).layers[1].recall
-    assert tables is not None
-    sizes = cluster_sizes(built, 1)
-    for head, starts in enumerate(addresses(built / "layers/001.rows.parquet", sizes, 128)):
-        assert tables.address[head, : len(starts)].tolist() == starts
+def test_rows_are_the_exact_tokens_and_then_the_clusters_in_order(built: Path) -> None:
+    manifest = read_manifest(built)
+    exact = [(entry.index, head, EXACT) for entry in manifest.layers for head in range(entry.n_kv_heads)]
+    clusters = [
+        (entry.index, head, cluster)
+        for entry in manifest.layers
+        for head, count in enumerate(entry.clusters)
+        for cluster in range(count)
+    ]
+    assert [(row["layer"], row["kv_head"], row["cluster"]) for row in row_list(built)] == exact + clusters
 
 
-def test_row_groups_are_bounded_and_hold_whole_clusters_of_one_head(built: Path) -> None:
-    path, sizes = built / "layers/001.rows.parquet", cluster_sizes(built, 1)
-    with pq.ParquetFile(path) as file:
-        assert file.num_row_groups > 4
-        groups = [file.read_row_group(number) for number in range(file.num_row_groups)]
-    runs = [list(zip(group["kv_head"].to_pylist(), group["cluster"].to_pylist(), strict=True)) for group in groups]
-    assert all(len({head for head, _ in run}) == 1 for run in runs)
-    assert all(len(run) < GROUP_ROWS + max(map(max, sizes)) for run in runs)
-    assert all(left[-1] != right[0] for left, right in pairwise(runs))
+def test_row_groups_are_bounded_and_of_one_head(built: Path) -> None:
+    with pq.ParquetFile(built / "rows.parquet") as file:
+        groups = [file.read_row_group(place).to_pylist() for place in range(file.num_row_groups)]
+    assert all(row["cluster"] == EXACT for row in groups[0])
+    for group, after in zip(groups[1:], [*groups[2:], None], strict=True):
+        assert len({(row["layer"], row["kv_head"]) for row in group}) == 1
+        sizes = [len(row["positions"]) for row in group]
+        assert sum(sizes[:-1]) < GROUP_TOKENS
+        if after is not None and after[0]["cluster"] != 0:
+            assert sum(sizes) >= GROUP_TOKENS
+
+
+def test_checksums_of_row_groups_and_footer_cover_the_whole_file(built: Path) -> None:
+    raw, footer = (built / "rows.parquet").read_bytes(), pq.read_metadata(built / "rows.parquet")
+    said, at = footer.metadata[b"ragkv.row_groups.sha256"].decode(), 4
+    assert raw[:at] == b"PAR1"
+    for place in range(footer.num_row_groups):
+        chunk = footer.row_group(place).column(footer.num_columns - 1)
+        stop = chunk.data_page_offset + chunk.total_compressed_size
+        assert said[64 * place : 64 * (place + 1)] == hashlib.sha256(raw[at:stop]).hexdigest()
+        at = stop
+    [length] = struct.unpack("<I", raw[-8:-4])
+    assert at == len(raw) - 8 - length
+    assert read_manifest(built).files["rows.parquet"] == FileEntry(len(raw), hashlib.sha256(raw[at:]).hexdigest())
 
 
 def special_bits(dtype: torch.dtype, n_rows: int, dim: int) -> torch.Tensor:
@@ -116,145 +165,209 @@ def special_bits(dtype: torch.dtype, n_rows: int, dim: int) -> torch.Tensor:
     return numbers.reshape(n_rows, dim)
 
 
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_of_rows_survive_decoded_and_mapped(dtype: torch.dtype, tmp_path: Path) -> None:
     n, path = 12, tmp_path / "rows.parquet"
-    ids = torch.arange(n)
-    payload = to_bits(special_bits(dtype, n, 10))
-    write_rows(path, Rows(ids * 0, ids // 4, ids, payload), [[4, 4, 4]])
-    assert torch.equal(read_rows(path).payload, payload)
-    [first] = row_groups(path, 10 * dtype.itemsize).first_byte
-    assert bits(map_file(path)[first : first + payload.numel()]) == bits(payload)
-    assert bits(from_bits(payload, dtype)) == bits(payload)
+    numbers = special_bits(dtype, n, 10)
+    payload = to_bits(numbers)
+    with RowsWriter(path) as writer:
+        writer.add_clusters(0, [[4, 8]], torch.arange(n)[None], payload[None])
+    assert b"".join(pq.read_table(path)["key_value"].to_pylist()) == payload.numpy().tobytes()
+    mapped, chunk = RowsFile(path, rows_entry(path)).mapped, pq.read_metadata(path).row_group(0).column(4)
+    end = chunk.data_page_offset + chunk.total_compressed_size
+    raw = mapped[end - 8 * payload.shape[1] : end].view(8, -1).clone()  # an address has no alignment
+    assert torch.equal(raw, payload[4:])
+    assert torch.equal(to_bits(from_bits(raw, dtype)), to_bits(numbers[4:]))
 
 
-def test_exact_rows_are_one_row_for_each_head_and_token(built: Path) -> None:
-    table, manifest = pq.read_table(built / "layers/001.exact.parquet").to_pydict(), read_manifest(built)
+def test_exact_rows_are_one_row_for_each_layer_and_head(built: Path) -> None:
+    manifest = read_manifest(built)
     head, tail = manifest.head_tokens, manifest.head_tokens + manifest.archived_tokens
     positions = [*range(head), *range(tail, manifest.n_tokens)]
-    assert table["kv_head"] == [0] * len(positions) + [1] * len(positions)
-    assert table["position"] == positions * 2
-    assert set(table["cluster"]) == {EXACT}
-    assert {len(row) for row in table["key_value"]} == {(16 + 16) * 4}
+    exact = [row for row in row_list(built) if row["cluster"] == EXACT]
+    assert len(exact) == 3 * 2
+    assert all(row["positions"] == positions for row in exact)
+    assert {len(row["key_value"]) for row in exact} == {len(positions) * (16 + 16) * 4}
+
+
+def test_coded_exact_tokens_are_a_scale_and_a_byte_for_each_number(built: Path, coded: Path) -> None:
+    lossless, short = (
+        [row["key_value"] for row in row_list(folder) if row["cluster"] == EXACT] for folder in (built, coded)
+    )
+    for full, raw in zip(lossless, short, strict=True):
+        both = np.frombuffer(full, "<f4").reshape(-1, 2, 16)
+        lines = np.frombuffer(raw, np.uint8).reshape(-1, 2, 4 + 16)
+        scale = np.ascontiguousarray(lines[..., :4]).view("<f4")
+        numbers = np.ascontiguousarray(lines[..., 4:]).view(np.int8) * scale
+        assert scale[..., 0] == pytest.approx(np.abs(both).max(-1) / 127)
+        assert (np.abs(numbers - both) <= scale * 0.5001).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_exact_codes_of_the_largest_numbers_stay_finite(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    tokens = torch.tensor([[largest, -largest, 0.0, largest / 2], [0.0, 0.0, 0.0, 0.0]], dtype=dtype)
+    found = decode_exact(encode_exact(tokens, "int8"), "int8", dtype)
+    assert bool(torch.isfinite(found).all())
+    assert torch.equal(found[1], tokens[1])
 
 
 # --- centroids
 
 
-def centroids_by_hand(raw: bytes, n: int, dim: int) -> np.ndarray:
-    """Decode a centroid shard by the table of FORMAT.md: (n, dim) float32."""
-    assert struct.unpack_from("<4siqqqBi", raw) == (b"IxSQ", dim, n, 1 << 20, 1 << 20, 1, 0)
+def test_a_centroid_shard_is_laid_out_as_documented() -> None:
+    codes = torch.arange(15, dtype=torch.uint8).view(5, 3) * 17
+    raw, d = write_centroids(codes), 6
+    assert struct.unpack_from("<4siqqqBi", raw) == (b"IxSQ", d, 5, 1 << 20, 1 << 20, 1, 0)
     kind, _statistic, _argument, same_dim, n_code, n_trained = struct.unpack_from("<iifQQQ", raw, 37)
-    assert (kind, same_dim, n_code, n_trained) == (0, dim, dim, 2 * dim)
-    low, width = np.frombuffer(raw, "<f4", 2 * dim, 73).reshape(2, dim)
-    [length] = struct.unpack_from("<Q", raw, 73 + 8 * dim)
-    assert length == n * dim == len(raw) - (81 + 8 * dim)
-    codes = np.frombuffer(raw, np.uint8, n * dim, 81 + 8 * dim).reshape(n, dim)
-    return low + (codes.astype(np.float32) + np.float32(0.5)) / np.float32(255) * width
+    assert (kind, same_dim, n_code, n_trained) == (1, d, 3, 2 * d)
+    assert np.frombuffer(raw, "<f4", 2 * d, 73).tolist() == [-8.0] * d + [15.0] * d
+    assert struct.unpack_from("<Q", raw, 73 + 8 * d) == (15,)
+    assert raw[81 + 8 * d :] == codes.numpy().tobytes()
+    assert torch.equal(read_centroids(raw, (5, 3)), codes)
 
 
-def test_a_centroid_shard_is_laid_out_as_documented(tmp_path: Path) -> None:
-    centroids = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
-    write_centroids(tmp_path / "c.faiss", centroids)
-    found = centroids_by_hand((tmp_path / "c.faiss").read_bytes(), 5, 6)
-    assert np.array_equal(found, read_centroids(tmp_path / "c.faiss", (5, 6)).numpy())
-    half_step = (centroids.amax(0) - centroids.amin(0)) / 510
-    assert bool(((torch.from_numpy(found) - centroids).abs() <= half_step * (1 + 1e-4) + 1e-6).all())
+def centroid_parts(folder: Path, head: int) -> tuple[np.ndarray, np.ndarray, Widths, slice]:
+    """`key_mean`, rows of the basis and widths of a head of the layer, and which centroids of the shard are its."""
+    transforms, index = pq.read_table(folder / "transforms.parquet").to_pylist(), 2 * LAYER + head
+    row = transforms[index]
+    assert (row["layer"], row["kv_head"]) == (LAYER, head)
+    counts = [count for entry in read_manifest(folder).layers for count in entry.clusters]
+    first = sum(counts[:index])
+    widths = Widths(*(row[f"key_prototypes_{width}"] for width in (8, 4, 2)))
+    mean = np.frombuffer(row["key_mean"], "<f4").astype(np.float64)
+    return mean, bfloat16(row["key_prototypes"], 16), widths, slice(first, first + counts[index])
 
 
-def test_faiss_searches_a_shard_by_the_numbers_that_it_decodes_to(tmp_path: Path) -> None:
-    import faiss
-
-    write_centroids(tmp_path / "c.faiss", torch.randn(50, 6, generator=torch.Generator().manual_seed(1)))
-    index = faiss.read_index(str(tmp_path / "c.faiss"))
-    query = np.ones((1, 6), dtype=np.float32)
-    products = read_centroids(tmp_path / "c.faiss", (50, 6)).numpy() @ query[0]
-    found, places = index.search(query, 5)
-    assert places[0].tolist() == (-products).argsort()[:5].tolist()
-    assert found[0] == pytest.approx(np.sort(products)[:-6:-1], rel=1e-4)
-
-
-# --- coded rows
+@pytest.mark.parametrize("head", [0, 1])
+def test_faiss_decodes_a_shard_to_the_numbers_of_the_format(head: int, coded: Path) -> None:
+    mean, basis, widths, own = centroid_parts(coded, head)
+    index = faiss.read_index(str(coded / "centroids.faiss"))
+    nibbles = index.reconstruct_n(own.start, own.stop - own.start).astype(np.float64)
+    eight = nibbles[:, 0 : 2 * widths.eight : 2] + 16 * nibbles[:, 1 : 2 * widths.eight : 2]
+    rest = nibbles[:, 2 * widths.eight :]
+    numbers = np.concatenate([eight, rest[:, 0::2], rest[:, 1::2]], axis=1)
+    table = table_of(coded)
+    found = table.centroids()[head][table.sizes[head] > 0].numpy()
+    assert found == pytest.approx(mean + numbers @ basis, rel=1e-5, abs=1e-5)
 
 
-def column(folder: Path, file: str, name: str) -> np.ndarray:
-    """A fixed-size binary column of layer 1 as (n_rows, n_bytes) uint8."""
-    values = pq.read_table(folder / f"layers/001.{file}.parquet")[name].to_pylist()
-    return np.frombuffer(b"".join(values), dtype=np.uint8).reshape(len(values), -1)
+def test_faiss_searches_a_shard_for_the_largest_logits(coded: Path) -> None:
+    mean, basis, widths, own = centroid_parts(coded, 0)
+    query = np.linspace(-1, 1, 16)
+    along = basis @ query
+    four = along[widths.eight :].reshape(2, -1)
+    columns = np.concatenate([np.stack([along[: widths.eight], 16 * along[: widths.eight]], 1).ravel(), four.T.ravel()])
+    selector = faiss.SearchParameters(sel=faiss.IDSelectorRange(own.start, own.stop))
+    index = faiss.read_index(str(coded / "centroids.faiss"))
+    found, places = index.search(columns[None].astype(np.float32), 5, params=selector)
+    table = table_of(coded)
+    logits = table.centroids()[0][table.sizes[0] > 0].double().numpy() @ query - mean @ query
+    assert (places[0] - own.start).tolist() == (-logits).argsort()[:5].tolist()
+    assert found[0] == pytest.approx(np.sort(logits)[:-6:-1], rel=1e-4, abs=1e-4)
 
 
-def residuals_by_hand(coded: np.ndarray, basis: np.ndarray, widths: tuple[int, ...], dim: int) -> np.ndarray:
-    """Decode the coded tensor of some tokens of one KV head by the rules of FORMAT.md: (n, dim) float64."""
+# --- codes
+
+
+def bfloat16(raw: bytes, dim: int) -> np.ndarray:
+    return (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32).reshape(-1, dim).astype(np.float64)
+
+
+def numbers_by_hand(raw: np.ndarray, widths: tuple[int, int, int]) -> np.ndarray:
+    """Coefficients (n, K) of packed levels (n, n_bytes) by the table of FORMAT.md."""
     eight, four, two = widths
-    scale = np.where(coded[:, 0] == 0, 0.0, 2.0 ** ((coded[:, 0].astype(np.float64) - 128) / 8))
-    bytes8, bytes4, bytes2 = np.split(coded[:, 1:].astype(int), [eight, eight + four // 2], axis=1)
-    assert bytes2.shape[1] == two // 4
-    coefficients = [bytes8[:, place] - 127.5 for place in range(eight)]
-    coefficients += [(bytes4[:, place // 2] >> 4 * (place % 2) & 15) - 7.5 for place in range(four)]
-    coefficients += [(bytes2[:, place // 4] >> 2 * (place % 4) & 3) - 1.5 for place in range(two)]
-    upper = np.frombuffer(basis.tobytes(), dtype="<u2").astype(np.uint32) << 16  # bfloat16
-    rows_of_head = upper.view(np.float32).reshape(len(coefficients), dim).astype(np.float64)
-    return (np.stack(coefficients, axis=1) * scale[:, None]) @ rows_of_head
+    body, columns = raw.astype(int), []
+    columns += [body[:, i] - 127.5 for i in range(eight)]
+    for j in range(four):
+        columns.append((body[:, eight + j % (four // 2)] >> 4 * (j // (four // 2)) & 15) - 7.5)
+    for j in range(two):
+        columns.append((body[:, eight + four // 2 + j % (two // 4)] >> 2 * (j // (two // 4)) & 3) - 1.5)
+    return np.stack(columns, axis=1)
+
+
+@pytest.mark.parametrize("widths", [(0, 8, 0), (2, 4, 8), (3, 0, 4), (5, 0, 0), (0, 0, 8)])
+def test_levels_are_packed_as_documented(widths: tuple[int, int, int]) -> None:
+    own, generator = Widths(*widths), torch.Generator().manual_seed(0)
+    levels = torch.cat(
+        [torch.randint(0, top, (7, n), generator=generator) for n, top in zip(widths, (256, 16, 4), strict=True)], dim=1
+    ).to(torch.uint8)
+    packed = pack(levels, own)
+    assert packed.shape == (7, own.n_bytes)
+    middles = own.per_coefficient(-127.5, -7.5, -1.5).numpy()
+    assert np.array_equal(numbers_by_hand(packed.numpy(), widths), levels.numpy() + middles)
+    assert torch.equal(unpack(packed, own), levels)
+
+
+def scales_by_hand(code: np.ndarray) -> np.ndarray:
+    return np.where(code == 0, 0.0, 2.0 ** ((code.astype(np.float64) - 128) / 8))
 
 
 def decoded_by_hand(folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and values (n_kv_heads, n_tokens, 16) of layer 1 of a coded float32 archive, from its files alone."""
-    layer, table = read_manifest(folder).layers[1], pq.read_table(folder / "layers/001.rows.parquet")
-    head, cluster = table["kv_head"].to_numpy(), table["cluster"].to_numpy()
-    raw = column(folder, "rows", "key_value")
-    eight, four, two = layer.key_widths
-    n_key = 1 + eight + four // 2 + two // 4
-    shard = (folder / "layers/001.centroids.faiss").read_bytes()
-    relative = np.split(centroids_by_hand(shard, sum(layer.clusters), 16), np.cumsum(layer.clusters)[:-1])
-    key_mean, value_mean = (column(folder, "bases", name).view("<f4") for name in ("key_mean", "value_mean"))
-    key_rows, value_rows = (column(folder, "bases", name) for name in ("key_rows", "value_rows"))
-    keys, values = [], []
-    for h in range(2):
-        mine = raw[head == h]
-        centroids = relative[h] + key_mean[h]
-        own = residuals_by_hand(mine[:, :n_key], key_rows[h], layer.key_widths, 16)
-        keys.append(centroids[cluster[head == h]] + own)
-        values.append(value_mean[h] + residuals_by_hand(mine[:, n_key:], value_rows[h], layer.value_widths, 16))
+    """Keys and values (n_kv_heads, n_tokens, 16) of the layer in a coded archive, from its files alone."""
+    manifest = read_manifest(folder)
+    entry: LayerEntry = manifest.layers[LAYER]
+    transforms = [row for row in pq.read_table(folder / "transforms.parquet").to_pylist() if row["layer"] == LAYER]
+    table = pq.read_table(folder / "prototypes.parquet").to_pylist()
+    n_all, ends = len(table), list(accumulate(count for each in manifest.layers for count in each.clusters))
+    shard = (folder / "centroids.faiss").read_bytes()
+    n_code = struct.unpack_from("<Q", shard, 57)[0]
+    key_codes = np.frombuffer(shard, np.uint8, n_all * n_code, len(shard) - n_all * n_code).reshape(n_all, n_code)
+    keys, values = list[np.ndarray](), list[np.ndarray]()
+    for head, own in enumerate(transforms):
+        place = 2 * LAYER + head
+        clusters = slice(ends[place] - entry.clusters[head], ends[place])
+        value_codes = np.array([list(row["value_code"]) for row in table[clusters]])
+        lines = [row for row in row_list(folder) if (row["layer"], row["kv_head"]) == (LAYER, head)]
+        lines = [row for row in lines if row["cluster"] != EXACT]
+        sizes = [len(row["positions"]) for row in lines]
+        raw = np.frombuffer(b"".join(row["key_value"] for row in lines), np.uint8).reshape(sum(sizes), -1)
+        of = np.repeat(np.arange(len(lines)), sizes)
+        at = 0
+        for name, codes, out in (("key", key_codes[clusters], keys), ("value", value_codes, values)):
+            kept, token = (
+                tuple(own[f"{name}_{kind}_{width}"] for width in (8, 4, 2)) for kind in ("prototypes", "rows")
+            )
+            mean = np.frombuffer(own[f"{name}_mean"], "<f4").astype(np.float64)
+            prototypes = mean + numbers_by_hand(codes, kept) @ bfloat16(own[f"{name}_prototypes"], 16)
+            stop = at + 1 + token[0] + token[1] // 2 + token[2] // 4
+            residuals = numbers_by_hand(raw[:, at + 1 : stop], token) @ bfloat16(own[f"{name}_rows"], 16)
+            out.append(prototypes[of] + scales_by_hand(raw[:, at])[:, None] * residuals)
+            at = stop
+        assert at == raw.shape[1]
     return np.stack(keys), np.stack(values)
 
 
 def test_coded_rows_decode_by_the_document_alone(coded: Path) -> None:
-    layer = Archive.open(coded, loaded("llama")).layers[1]
-    assert layer.recall is not None
-    keys, values = decode_rows(layer.recall, layer.keys[:, : layer.recall.n_clusters])
+    keys, values = decode_rows(table_of(coded))
     by_hand = decoded_by_hand(coded)
     assert keys.numpy() == pytest.approx(by_hand[0], rel=1e-5, abs=1e-5)
     assert values.numpy() == pytest.approx(by_hand[1], rel=1e-5, abs=1e-5)
 
 
-def test_mean_values_are_those_of_the_decoded_rows(coded: Path) -> None:
-    table = Archive.open(coded, loaded("llama")).layers[1].recall
-    assert table is not None
-    means, (_keys, values) = mean_values(table).numpy(), decoded_by_hand(coded)
-    for head, sizes in enumerate(cluster_sizes(coded, 1)):
-        ends = np.cumsum(sizes)
-        for place, (start, end) in enumerate(zip(ends - sizes, ends, strict=True)):
-            assert means[head, place] == pytest.approx(values[head, start:end].mean(0), rel=1e-5, abs=1e-5)
-
-
 def test_coded_rows_are_near_the_keys_and_values_of_the_model(built: Path, coded: Path) -> None:
     """The lossless twin holds them; the same clusters, since a codec does not move them."""
-    exact = column(built, "rows", "key_value").view("<f4").reshape(2, -1, 32)
-    for found, true, most in zip(decoded_by_hand(coded), np.split(exact, 2, axis=2), (0.1, 0.35), strict=True):
-        assert np.linalg.norm(found - true) < most * np.linalg.norm(true - true.mean(axis=1, keepdims=True))
+    exact = decode_rows(table_of(built))
+    for found, true, most in zip(decoded_by_hand(coded), exact, (0.1, 0.35), strict=True):
+        away = (true - true.mean(dim=1, keepdim=True)).numpy()
+        assert np.linalg.norm(found - true.numpy()) < most * np.linalg.norm(away)
 
 
-def test_a_coded_row_takes_the_bytes_of_its_widths(coded: Path) -> None:
-    layer = read_manifest(coded).layers[1]
-    n_bytes = [1 + eight + four // 2 + two // 4 for eight, four, two in (layer.key_widths, layer.value_widths)]
-    assert column(coded, "rows", "key_value").shape[1] == sum(n_bytes)
-    assert n_bytes == [1 + 8, 1 + 6]  # 4 and 3 bits for 16 numbers
-    path, sizes = coded / "layers/001.rows.parquet", cluster_sizes(coded, 1)
-    tables = Archive.open(coded, loaded("llama")).layers[1].recall
-    assert tables is not None
-    for head, starts in enumerate(addresses(path, sizes, sum(n_bytes))):
-        assert tables.address[head, : len(starts)].tolist() == starts
+def test_a_coded_row_takes_the_bytes_of_its_codecs(coded: Path) -> None:
+    assert row_bytes_of(coded, LAYER) == 1 + 8 + 1 + 6  # 4 and 3 bits for 16 numbers
+
+
+def test_the_spread_of_values_is_that_of_the_tokens(built: Path) -> None:
+    """Of a lossless archive, whose rows are what the model computed; a scale code is off by half an eighth octave."""
+    table = table_of(built)
+    _keys, values = decode_rows(table)
+    for head in range(2):
+        sizes = table.sizes[head][table.sizes[head] > 0].long()
+        spreads = scales_by_hand(table.prototypes.spreads[head][: len(sizes), 1].numpy())
+        far = (values[head] - table.transforms.value_mean[head]).double().square().sum(-1)
+        assert spreads == pytest.approx(means(far, sizes).sqrt().numpy(), rel=0.05)
+
+
+def means(column: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """Mean of a column (n_tokens,) over the tokens of each cluster."""
+    return torch.stack([part.mean() for part in column.split(sizes.tolist())])

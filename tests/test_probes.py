@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from ragkv.build.cluster import cluster_keys
-from ragkv.build.layer import logit_variance, value_spread
+from ragkv.archive.codec import scale_of
+from ragkv.build.cluster import Clusters, cluster_keys
+from ragkv.build.layer import ClusteredLayer, encode_layer, fit_layer
 from ragkv.build.probes import N_PROBES, SNIPPET_TOKENS, probe_ids, query_moments
 from ragkv.model.attention import attach
 from ragkv.model.prefill import prefill_cache
@@ -73,14 +74,41 @@ def test_probes_beyond_the_context_are_left_out() -> None:
     assert isinstance(cache, DynamicCache)
 
 
-def test_logit_variance_and_value_spread_by_hand() -> None:
+def spreads_of(keys: torch.Tensor, values: torch.Tensor, moment: torch.Tensor | None) -> torch.Tensor:
+    """Change of a logit, distance of the values and reach along the axes of two clusters: the first two tokens, the
+    others; prototypes have all the bits there are."""
+    labels = torch.tensor([[0, 0, *[1] * (keys.shape[1] - 2)]])
+    clusters = Clusters(labels=labels, n_clusters=torch.tensor([2]), asked=2)
+    part = ClusteredLayer(keys, values, 0, clusters, moment)
+    recipe = Recipe(key_codec="lossless", value_codec="lossless", key_prototype_bits=8, value_prototype_bits=8)
+    return scale_of(encode_layer(part, fit_layer([part], recipe, 0)).prototypes.spreads[0])
+
+
+def test_spreads_by_hand() -> None:
+    """To the eighth of an octave that a scale has, and what the prototypes are off."""
     keys = torch.tensor([[[1.0, 0.0], [3.0, 0.0], [0.0, 5.0]]])
-    labels, centroids = torch.tensor([[0, 0, 1]]), torch.tensor([[[2.0, 0.0], [2.0, 0.0], [0.0, 5.0]]])
+    values = torch.tensor([[[0.0, 0.0], [6.0, 0.0], [0.0, 0.0]]])  # their mean is 2
     moment = torch.tensor([[[4.0, 0.0], [0.0, 9.0]]])
-    assert logit_variance(keys - centroids, labels, 2, moment).tolist() == [[4.0, 0.0]]
-    assert logit_variance(keys - centroids, labels, 2, None).tolist() == [[0.0, 0.0]]
-    values = torch.tensor([[[0.0], [2.0], [4.0]]])
-    assert value_spread(values, labels, 2).tolist() == [[2.0, 4.0]]
+    change, distance = spreads_of(keys, values, moment)[:, :2].T
+    assert float(change[0]) == pytest.approx(2, rel=0.06)  # one to either side of the centroid, 2 in logits
+    assert float(change[1]) < 0.2
+    assert distance.tolist() == pytest.approx([((4 + 16) / 2) ** 0.5, 2], rel=0.06)
+    assert not spreads_of(keys, values, None)[:, 0].any()
+
+
+def test_reach_along_the_axes_adds_up_to_the_change_of_a_logit() -> None:
+    """With as many axes as numbers nothing of the residuals is left out: q m q over the axes is that of the keys."""
+    draw = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(1, 40, 4, generator=draw), torch.randn(1, 40, 4, generator=draw)
+    queries = torch.randn(1, 100, 4, generator=draw)
+    moment = queries.transpose(1, 2) @ queries / 100
+    found = spreads_of(keys, values, moment)
+    clusters = Clusters(torch.tensor([[0, 0, *[1] * 38]]), torch.tensor([2]), 2)
+    recipe = Recipe(key_codec="lossless", value_codec="lossless", key_prototype_bits=8, value_prototype_bits=8)
+    axes = fit_layer([ClusteredLayer(keys, values, 0, clusters, moment)], recipe, 0).key_axes.float()
+    squares = torch.stack([reach.square() @ (axes[0] @ queries[0].T).square() for reach in found[:, 2:]]).mean(1)
+    # products of different axes have no part in a large cluster, whose residuals are what the axes were fitted to
+    assert float(squares[1]) == pytest.approx(float(found[1, 0].square()), rel=0.15)
 
 
 def test_the_metric_groups_by_what_queries_see() -> None:

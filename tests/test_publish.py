@@ -151,7 +151,7 @@ def test_a_folder_that_appeared_during_the_build_is_left_alone(tmp_path: Path) -
 
 def test_a_parent_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("years of work")
-    with pytest.raises(ConfigError, match="cannot write the archive .*File exists"):
+    with pytest.raises(ConfigError, match=r"cannot write the archive .*File exists"):
         build(tmp_path / "a" / "b")
     assert hashes(tmp_path).keys() == {"a"}
 

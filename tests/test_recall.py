@@ -351,7 +351,7 @@ def test_the_bias_is_the_logarithm_of_the_size_and_a_limited_correction(uneven: 
     table, stored = table_of(uneven, 0), of_layer(pq.read_table(uneven.path / "prototypes.parquet"), 0)
     heads, sizes = (stored[name].to_numpy() for name in ("kv_head", "size"))
     variance = scale_of(raw_bytes(stored["spreads"])[:, 0]) ** 2
-    bias = table.bias()
+    bias = table.bias(table.spread_scales())
     assert variance.max() > 1, "the limit must matter here"
     for head in range(2):
         expected = np.log(sizes[heads == head]) + np.minimum(variance[heads == head] / 2, 0.5)

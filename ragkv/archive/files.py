@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
+import torch
 
 from ragkv.errors import ArchiveCorruptError, ArchiveNotFoundError, ArchiveReadError, ConfigError, RagkvError
 
@@ -70,9 +71,7 @@ def system_errors(what: str) -> Iterator[None]:
     except RagkvError:
         raise
     except (MemoryError, pa.ArrowMemoryError) as error:
-        raise ArchiveReadError(
-            f"{what} cannot be read: no memory left; close archives, or give the process more"
-        ) from (error)
+        raise _no_memory(what) from error
     except OSError as error:
         if error.errno in ABSENT:
             raise ArchiveNotFoundError(f"{what} is not there") from error
@@ -91,12 +90,23 @@ def system_errors(what: str) -> Iterator[None]:
         TypeError,
         ValueError,
     ) as error:
+        if _is_no_memory(error):
+            raise _no_memory(what) from error
         raise ArchiveCorruptError(f"{what} cannot be read ({one_line(error)})") from error
 
 
 def one_line(error: Exception) -> str:
     """The text of an error without line breaks, which Arrow and torch make."""
     return " ".join(str(error).split())
+
+
+def _is_no_memory(error: Exception) -> bool:
+    """Whether torch found no memory: on the host it says so in words only."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _no_memory(what: str) -> ArchiveReadError:
+    return ArchiveReadError(f"{what} cannot be read: no memory left; close archives, or give the process more")
 
 
 def _cure(number: int) -> str:
@@ -127,7 +137,7 @@ def read_bounded(path: Path, limit: int) -> bytes:
         length = os.fstat(handle.fileno()).st_size
         if length > limit:
             raise ArchiveCorruptError(f"{path.name}: {length} bytes, at most {limit} are allowed")
-        return handle.read(length + 1)  # what is asked for is taken from memory at once: not `limit`
+        return handle.read(length + 1)  # a reader sets aside what is asked for, however short the file is
 
 
 def read_checked(folder: Path, name: str, expected: FileEntry) -> bytes:
@@ -135,7 +145,8 @@ def read_checked(folder: Path, name: str, expected: FileEntry) -> bytes:
 
     What is returned is what was checked: the file is read once.
     """
-    raw = read_bounded(folder / name, expected.bytes)
+    with system_errors(f"{str(folder / name)!r}"):
+        raw = read_bounded(folder / name, expected.bytes)
     digest = hashlib.sha256(raw).hexdigest()
     if len(raw) != expected.bytes or digest != expected.sha256:
         raise ArchiveCorruptError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ragkv.archive.codec import Basis, decode
+from ragkv.model.shape import LARGEST_NUMBER
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,16 @@ class Payload:
         """The bytes of the values in `rows` (..., row_bytes) uint8."""
         return rows[..., self.key_bytes :]
 
+    @property
+    def has_numbers(self) -> bool:
+        """Whether rows hold numbers as they are, which may be NaN; every code stands for a finite one."""
+        return self.key_basis is None or self.value_basis is None
+
+    def fits(self, rows: torch.Tensor) -> bool:
+        """Whether every number in `rows` (n, row_bytes) uint8 that is not coded is one that archives take."""
+        keys = self.key_basis is not None or fits(from_bits(self.key_part(rows), self.dtype))
+        return keys and (self.value_basis is not None or fits(from_bits(self.value_part(rows), self.dtype)))
+
     def keys(self, rows: torch.Tensor) -> torch.Tensor:
         """Keys, or residuals of keys, of `rows` (n_kv_heads, n_tokens, row_bytes) uint8, float32."""
         return _tensor(self.key_part(rows), self.key_basis, self.dtype)
@@ -63,6 +74,11 @@ def to_bits(tensor: torch.Tensor) -> torch.Tensor:
 def from_bits(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The numbers (..., dim) of `dtype` whose bits `raw` (..., dim * itemsize) uint8 holds."""
     return raw.contiguous().view(dtype)
+
+
+def fits(numbers: torch.Tensor) -> bool:
+    """Whether no number is NaN, infinite, or beyond what archives take and rounding may add to it."""
+    return bool((numbers.abs() <= 2 * LARGEST_NUMBER).all())
 
 
 def rounded(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -97,4 +113,5 @@ def decode_exact(raw: torch.Tensor, codec: str, dtype: torch.dtype) -> torch.Ten
     if codec == "lossless":
         return from_bits(raw, dtype)
     scale = from_bits(raw[..., :_SCALE_BYTES], torch.float32)
+    scale = scale.masked_fill(scale.isinf(), torch.nan)  # which rounding would take for a very large number
     return rounded(raw[..., _SCALE_BYTES:].contiguous().view(torch.int8).float() * scale, dtype)

@@ -47,7 +47,7 @@ def staging(path: Path, keep: Callable[[Path], bool] | None = None, *, rubble: b
     with _writing(path), ExitStack() as stack:
         path.parent.mkdir(parents=True, exist_ok=True)
         with publishing_in(path.parent):
-            sweep_held(path.parent)
+            sweep_under_lock(path.parent)
             if not rubble:
                 _check_place(path)
             stack.callback(_drop, folder, alive)
@@ -88,7 +88,7 @@ def recover(path: Path) -> bool:
         if is_there(path.parent / LOCK_FILE):
             with suppress(OSError), publishing_in(path.parent):
                 if not _is_archive(path):
-                    sweep_held(path.parent, only=path.name)
+                    sweep_under_lock(path.parent, only=path.name)
         return _is_archive(path)
 
 
@@ -104,7 +104,7 @@ def interrupted(names: Collection[str]) -> list[str]:
 def sweep(folder: Path) -> None:
     """Clear away what dead builds left in `folder`, and put back what they were replacing."""
     with publishing_in(folder):
-        sweep_held(folder)
+        sweep_under_lock(folder)
 
 
 def seal(folder: Path, manifest: Manifest) -> Manifest:
@@ -224,8 +224,8 @@ def leftovers(parent: Path, *, only: str | None = None) -> list[tuple[Path, Path
     Call it under the lock of `publishing_in`, so that no build begins or ends meanwhile.
     """
     tokens: dict[str, str] = {}
-    for entry in parent.iterdir():
-        match = _LEFT.fullmatch(entry.name)
+    for entry in os.listdir(parent):  # not as paths: there may be many archives
+        match = _LEFT.fullmatch(entry) if entry.startswith(".") else None
         if match is not None and only in (None, match["name"]):
             tokens[match["token"]] = match["name"]
     found = []
@@ -236,8 +236,8 @@ def leftovers(parent: Path, *, only: str | None = None) -> list[tuple[Path, Path
     return found
 
 
-def sweep_held(parent: Path, *, only: str | None = None) -> None:
-    """As `sweep`, for who holds the lock of `publishing_in`; with `only`, what was built for one target."""
+def sweep_under_lock(parent: Path, *, only: str | None = None) -> None:
+    """As `sweep`, by who holds the lock of `publishing_in` already; `only` after builds of this name."""
     for target, folder, aside, alive in leftovers(parent, only=only):
         if _is_archive(aside) and not os.path.lexists(target):
             aside.rename(target)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 import torch
 
 from ragkv.archive.files import FileEntry, one_line, open_regular, stamp_of, system_errors
-from ragkv.errors import ArchiveCorruptError, ArchiveReadError
+from ragkv.errors import ArchiveCorruptError, ArchiveReadError, ConfigError
 
 ROWS_FILE = "rows.parquet"
 EXACT = -1
@@ -31,11 +31,14 @@ EXACT = -1
 GROUP_TOKENS = 4096
 """A row group of archived tokens is closed once it has this many; clusters are never split."""
 
+LENGTH_BYTES = 4
+"""Bytes in front of the payload of each row, which say how long it is."""
+
 _GROUP_BYTES = 1 << 24  # a row group of exact tokens is closed once it has so many
+_PAGE_BYTES = 1 << 30  # the tokens of a row group are one page, which holds no more
 _CHECKSUMS = b"ragkv.row_groups.sha256"
 _MAGIC = b"PAR1"
 _TAIL = 8  # length of the footer and magic
-_LENGTH_BYTES = 4  # in front of each row's payload
 _MAX_PAGE_HEADER = 256
 _LONGEST_FOOTER = 1 << 28
 _SCHEMA = pa.schema(
@@ -58,7 +61,7 @@ _OPTIONS = {
         "key_value": "PLAIN",
     },
     "write_statistics": False,
-    "data_page_size": 1 << 30,
+    "data_page_size": _PAGE_BYTES,
     "max_rows_per_page": (1 << 31) - 1,
 }
 
@@ -167,6 +170,11 @@ def _table(
 ) -> pa.Table:
     """Rows of some clusters of one KV head; `positions` (n,) and `payload` (n, row_bytes) of their tokens in order."""
     n_rows, row_bytes = len(sizes), payload.shape[1]
+    if payload.nbytes + LENGTH_BYTES * n_rows > _PAGE_BYTES:
+        raise ConfigError(
+            f"{payload.nbytes:,} bytes of layer {layer}, kv_head {head} stand together and a row group holds "
+            f"{_PAGE_BYTES:,}; make sink_tokens, window_tokens or tokens_per_cluster of the recipe smaller"
+        )
     offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
     raw = np.ascontiguousarray(payload.detach().cpu().numpy())
     of_bytes = (offsets.astype(np.int64) * row_bytes).astype(np.int32)
@@ -206,8 +214,8 @@ def rows_entry(path: Path) -> FileEntry:
 class RowGroups:
     """The row groups of some layers, each array with one entry per row group.
 
-    ``start`` and ``stop`` (n,) int64 bound its bytes in the file, and ``data`` (n,) int64 its payload's from the length
-    of the first row on; ``rows`` (n,) int64 counts its rows; ``sha256`` is the checksum of its bytes.
+    ``start`` and ``stop`` (n,) int64 bound its bytes in the file, and ``data`` (n,) int64 is where the header of its
+    payload's page begins; ``rows`` (n,) int64 counts its rows; ``sha256`` is the checksum of its bytes.
     """
 
     start: np.ndarray
@@ -244,7 +252,7 @@ class RowsFile:
             self.mapped = torch.from_numpy(np.frombuffer(self._map, dtype=np.uint8))
             self._metadata = self._checked_footer(expected)
             self.groups = self._groups()
-        self._good = np.zeros(len(self.groups.rows), dtype=bool)
+        self._good, self._fit = (np.zeros(len(self.groups.rows), dtype=bool) for _ in range(2))
 
     def _checked_footer(self, expected: FileEntry) -> pq.FileMetaData:
         raw, length = self.mapped.numpy(), expected.bytes
@@ -255,6 +263,8 @@ class RowsFile:
         footer = raw[first:].tobytes()
         if hashlib.sha256(footer).hexdigest() != expected.sha256:
             raise ArchiveCorruptError(f"{ROWS_FILE}: the SHA-256 of its footer is not the manifest's")
+        if raw[: len(_MAGIC)].tobytes() != _MAGIC:  # the only bytes that no checksum covers
+            raise ArchiveCorruptError(f"{ROWS_FILE}: it does not begin as a Parquet file does")
         self._footer_start = first
         return pq.read_metadata(pa.BufferReader(_MAGIC + footer))
 
@@ -275,17 +285,11 @@ class RowsFile:
             first = group.column(0).data_page_offset
             start[place], stop[place] = end, payload.data_page_offset + payload.total_compressed_size
             data[place], rows[place] = payload.data_page_offset, group.num_rows
-            plain = payload.compression == "UNCOMPRESSED" and set(payload.encodings) <= {"PLAIN", "RLE"}
-            if (
-                not plain
-                or first != end
-                or not end < data[place] < stop[place] <= self._footer_start
-                or not rows[place]
-            ):
+            if first != end or not end < data[place] < stop[place] <= self._footer_start or not _is_bounded(group):
                 raise ArchiveCorruptError(f"{ROWS_FILE}: row group {place} is not laid out as the format says")
             end = int(stop[place])
-        if n_groups and end > self._footer_start:
-            raise ArchiveCorruptError(f"{ROWS_FILE}: its row groups reach into the footer")
+        if end != self._footer_start:
+            raise ArchiveCorruptError(f"{ROWS_FILE}: there is something between its row groups and its footer")
         return RowGroups(start, stop, data, rows, tuple(said[at : at + 64] for at in range(0, len(said), 64)))
 
     def require(self, groups: np.ndarray) -> None:
@@ -305,12 +309,31 @@ class RowsFile:
                 )
             self._good[group] = True
 
-    def require_bytes(self, addresses: torch.Tensor, first: int, last: int) -> None:
-        """Look at the checksums of the row groups, from `first` up to `last`, that hold the bytes `addresses` (n,)."""
-        if bool(self._good[first:last].all()):
+    def require_bytes(
+        self, addresses: torch.Tensor, first: int, last: int, *, fits: Callable[[int, int], bool] | None = None
+    ) -> None:
+        """Look at the checksums of the row groups, from `first` up to `last`, that hold the bytes `addresses` (n,).
+
+        `fits` is asked of the first and the last byte of each group, once, whether its numbers can be attended.
+
+        Raises
+        ------
+        ArchiveCorruptError
+            If a checksum does not hold, or numbers do not fit.
+        """
+        looked_at = self._good if fits is None else self._fit
+        if bool(looked_at[first:last].all()):
             return
         found = np.searchsorted(self.groups.start[first:last], addresses.cpu().numpy(), side="right") - 1
-        self.require(np.unique(found) + first)
+        groups = np.unique(found) + first
+        self.require(groups)
+        for group in groups[~looked_at[groups]].tolist():
+            if fits is not None and not fits(int(self.groups.start[group]), int(self.groups.stop[group])):
+                raise ArchiveCorruptError(
+                    f"{str(self.path)!r}: row group {group} holds a number that is NaN or infinite, or too large; the "
+                    "archive is damaged: build it again"
+                )
+            looked_at[group] = True
 
     def changed(self) -> bool:
         """Whether the file was changed in place since it was mapped: other bytes, or fewer, may stand there now.
@@ -339,6 +362,24 @@ class RowsFile:
         return groups.start.nbytes * 4 + 32 * len(groups.sha256)
 
 
+def _is_bounded(group: pq.RowGroupMetaData) -> bool:
+    """Whether a row group has rows, all of it is uncompressed, and its tokens are as many as its payload can hold.
+
+    Else little on disk could be much in memory.
+    """
+    columns = [group.column(index) for index in range(group.num_columns)]
+    *numbers, positions, payload = columns
+    most = payload.total_compressed_size
+    return (
+        all(column.compression == "UNCOMPRESSED" for column in columns)
+        and all(column.total_uncompressed_size == column.total_compressed_size for column in columns)
+        and set(payload.encodings) <= {"PLAIN", "RLE"}
+        and all(column.num_values == group.num_rows for column in (*numbers, payload))
+        and 0 < LENGTH_BYTES * group.num_rows < most
+        and group.num_rows <= positions.num_values <= most
+    )
+
+
 def payload_start(rows: RowsFile, group: int, n_bytes: int) -> int:
     """First byte of the payload page's rows in a row group whose rows hold `n_bytes` bytes.
 
@@ -349,7 +390,7 @@ def payload_start(rows: RowsFile, group: int, n_bytes: int) -> int:
     """
     groups = rows.groups
     size = int(groups.stop[group] - groups.data[group])
-    header = size - n_bytes - _LENGTH_BYTES * int(groups.rows[group])
+    header = size - n_bytes - LENGTH_BYTES * int(groups.rows[group])
     if not 0 < header <= _MAX_PAGE_HEADER:
         raise ArchiveCorruptError(
             f"{ROWS_FILE}: row group {group} does not hold the bytes that its clusters' sizes say"

@@ -6,6 +6,7 @@ groups), so parts of two archives never pass for one. An archive that is replace
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,17 +15,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ragkv.archive.centroids import CENTROIDS_FILE
+from ragkv.archive.codec import Basis
 from ragkv.archive.files import FileEntry, local_path, read_bounded, read_checked, stamp_of, system_errors
 from ragkv.archive.manifest import MANIFEST_FILE, LayerEntry, Manifest, read_manifest
 from ragkv.archive.parquet import integers
-from ragkv.archive.payload import decode_exact, exact_bytes
-from ragkv.archive.prototypes import PROTOTYPES_FILE, Prototypes, read_prototypes
+from ragkv.archive.payload import decode_exact, exact_bytes, fits
+from ragkv.archive.prototypes import CENTROIDS_FILE, PROTOTYPES_FILE, Prototypes, read_prototypes
 from ragkv.archive.publish import publishing_in, recover
 from ragkv.archive.rows import EXACT, ROWS_FILE, RowsFile, binary_rows, flat_lists
 from ragkv.archive.tokens import TOKENS_FILE, TokenTable, read_tokens
 from ragkv.archive.transforms import TRANSFORMS_FILE, LayerTransforms, Transforms, read_transforms
-from ragkv.errors import ArchiveCorruptError, ArchiveFormatError, ArchiveNotFoundError
+from ragkv.errors import ArchiveCorruptError, ArchiveFormatError, ArchiveNotFoundError, ConfigError
 from ragkv.recipe import CODEC_BITS
 
 SHARED_TRANSFORMS = "transforms"
@@ -139,7 +140,7 @@ def check_counts(manifest: Manifest) -> None:
             f"{manifest.archived_tokens}, tokens and recipe give {head} and {archived}"
         )
     for entry in manifest.layers:
-        wanted = len(exact_positions(manifest, entry))
+        wanted = _count_exact(manifest, entry)
         clustered = entry.window is None and archived > 0
         if entry.exact_tokens != wanted or bool(entry.clusters) != clustered:
             raise ArchiveCorruptError(
@@ -150,7 +151,17 @@ def check_counts(manifest: Manifest) -> None:
             raise ArchiveCorruptError(
                 f"{MANIFEST_FILE}: layer {entry.index} has more clusters than tokens, or than asked"
             )
-    recipe.check_layers(len(manifest.layers))
+    try:
+        recipe.check_layers(len(manifest.layers))
+    except ConfigError as error:
+        raise ArchiveCorruptError(f"{MANIFEST_FILE}: {error}") from error
+
+
+def _count_exact(manifest: Manifest, entry: LayerEntry) -> int:
+    """How many `exact_positions` there are: counted, since nobody knows yet whether there are as many tokens."""
+    if entry.window is not None:
+        return min(manifest.n_tokens, max(0, entry.window - 1))
+    return manifest.n_tokens - manifest.archived_tokens
 
 
 def exact_positions(manifest: Manifest, entry: LayerEntry) -> torch.Tensor:
@@ -165,16 +176,17 @@ def exact_positions(manifest: Manifest, entry: LayerEntry) -> torch.Tensor:
 def _read_exact(rows: RowsFile, manifest: Manifest) -> tuple[dict[int, ExactTokens], int]:
     """The exact tokens of every layer, and how many row groups they take."""
     entries = [entry for entry in manifest.layers if entry.exact_tokens]
-    wanted = [(entry.index, head) for entry in entries for head in range(entry.n_kv_heads)]
+    n_wanted = sum(entry.n_kv_heads for entry in entries)
     ends = np.cumsum(rows.groups.rows)
-    n_groups = int(np.searchsorted(ends, len(wanted))) + 1 if wanted else 0
-    if wanted and (n_groups > len(ends) or ends[n_groups - 1] != len(wanted)):
+    n_groups = int(np.searchsorted(ends, n_wanted)) + 1 if n_wanted else 0
+    if n_wanted and (n_groups > len(ends) or ends[n_groups - 1] != n_wanted):
         raise ArchiveCorruptError(
             f"{ROWS_FILE}: its first row groups are not the exact tokens of every layer and KV head"
         )
     empty = {entry.index: _exact(entry, manifest, torch.empty(0, dtype=torch.int64), []) for entry in manifest.layers}
-    if not wanted:
+    if not n_wanted:
         return empty, 0
+    wanted = [(entry.index, head) for entry in entries for head in range(entry.n_kv_heads)]
     table = rows.columns(list(range(n_groups)), ["layer", "kv_head", "cluster", "positions", "key_value"])
     found = list(zip(integers(table, "layer").tolist(), integers(table, "kv_head").tolist(), strict=True))
     if found != wanted or bool((integers(table, "cluster") != EXACT).any()):
@@ -206,8 +218,10 @@ def _exact(entry: LayerEntry, manifest: Manifest, positions: torch.Tensor, raw: 
     both = joined.view(entry.n_kv_heads, len(positions), key_bytes + value_bytes)
     keys = decode_exact(both[..., :key_bytes], codecs[0], dtype)
     values = decode_exact(both[..., key_bytes:], codecs[1], dtype)
-    if not bool(torch.isfinite(keys).all() & torch.isfinite(values).all()):
-        raise ArchiveCorruptError(f"{ROWS_FILE}: an exact token of layer {entry.index} is NaN or infinite")
+    if not fits(keys) or not fits(values):
+        raise ArchiveCorruptError(
+            f"{ROWS_FILE}: an exact token of layer {entry.index} is NaN or infinite, or too large"
+        )
     return ExactTokens(keys, values, positions)
 
 
@@ -234,7 +248,7 @@ def _transforms(path: Path, manifest: Manifest, sha256: str, given: Callable[[st
         return read_transforms(read_checked(path, TRANSFORMS_FILE, own))
     if given is not None:
         return given(sha256)
-    return read_shared(path.resolve().parent.parent, sha256)
+    return read_shared(path.resolve().parent.parent, sha256).without_moments()  # which only a build needs
 
 
 def read_shared(catalog: Path, sha256: str) -> Transforms:
@@ -274,7 +288,18 @@ def _check_layer(manifest: Manifest, entry: LayerEntry, layer: LayerTransforms |
     heads = entry.n_kv_heads
     if shapes != [(heads, entry.key_dim), (heads, entry.value_dim), (heads, entry.key_dim)]:
         raise ArchiveCorruptError(f"{where} are of other shapes than the manifest says")
-    for codec, basis in zip(manifest.recipe.codecs(entry.index), (layer.key_rows, layer.value_rows), strict=True):
+    recipe, dims = manifest.recipe, (entry.key_dim, entry.value_dim)
+    for codec, basis, dim in zip(recipe.codecs(entry.index), (layer.key_rows, layer.value_rows), dims, strict=True):
         if (basis is not None) != (codec in CODEC_BITS):
             raise ArchiveCorruptError(f"{where} do not go with the codec {codec!r} of the recipe")
+        if basis is not None:
+            _check_width(where, basis, dim, CODEC_BITS[codec])
+    _check_width(where, layer.key_prototypes, entry.key_dim, recipe.key_prototype_bits)
+    _check_width(where, layer.value_prototypes, entry.value_dim, recipe.value_prototype_bits)
     return layer.key_prototypes.widths.n_bytes, layer.value_prototypes.widths.n_bytes, layer.key_axes.shape[1]
+
+
+def _check_width(where: str, basis: Basis, dim: int, bits: float) -> None:
+    n_bytes, most = basis.widths.n_bytes, math.ceil(dim * bits / 8)
+    if n_bytes > most:
+        raise ArchiveCorruptError(f"{where} code {dim} numbers in {n_bytes} bytes; {bits} bits a number are {most}")

@@ -46,4 +46,7 @@ def read_tokens(raw: bytes, n_tokens: int) -> TokenTable:
     if table.num_rows != n_tokens:
         raise ArchiveCorruptError(f"{TOKENS_FILE}: {table.num_rows} tokens, the manifest says {n_tokens}")
     columns = (table.column(name).to_numpy().astype(np.int64) for name in _SCHEMA.names)
-    return TokenTable(*(torch.from_numpy(column) for column in columns))
+    tokens = TokenTable(*(torch.from_numpy(column) for column in columns))
+    if bool((tokens.ids < 0).any()):
+        raise ArchiveCorruptError(f"{TOKENS_FILE}: a token id is negative")
+    return tokens

@@ -19,7 +19,7 @@ import torch
 from ragkv.archive.codec import Basis, Widths
 from ragkv.archive.files import system_errors
 from ragkv.archive.parquet import integers, plain_bytes, read_plain
-from ragkv.archive.payload import Payload, from_bits, to_bits
+from ragkv.archive.payload import Payload, fits, from_bits, to_bits
 from ragkv.errors import ArchiveCorruptError
 
 TRANSFORMS_FILE = "transforms.parquet"
@@ -72,6 +72,7 @@ class LayerTransforms:
     def resident_bytes(self) -> int:
         bases = [self.key_prototypes, self.value_prototypes, self.key_rows, self.value_rows]
         held = [self.key_mean, self.value_mean, self.key_axes, *(basis.rows for basis in bases if basis is not None)]
+        held += [] if self.query_moment is None else [self.query_moment]
         return sum(tensor.nbytes for tensor in held)
 
 
@@ -177,13 +178,13 @@ def _basis(table: pa.Table, name: str, dim: int) -> Basis | None:
 
 
 def _numbers(table: pa.Table, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """All numbers of a binary column, one after another; every one must be finite."""
+    """All numbers of a binary column, one after another; every one must be one that archives take."""
     raw = b"".join(value.as_py() for value in table.column(name))
     if not raw:
         return torch.empty(0, dtype=dtype)
     numbers = from_bits(torch.frombuffer(bytearray(raw), dtype=torch.uint8), dtype)
-    if not bool(torch.isfinite(numbers).all()):
-        raise ArchiveCorruptError(f"{TRANSFORMS_FILE}: a number of {name} is NaN or infinite")
+    if not (fits(numbers) if name != "query_moment" else bool(torch.isfinite(numbers).all())):  # that holds squares
+        raise ArchiveCorruptError(f"{TRANSFORMS_FILE}: a number of {name} is NaN or infinite, or too large")
     return numbers
 
 

@@ -5,6 +5,7 @@ The rules are those of ``indexes/FORMAT.md``. Nothing is written.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,8 +15,8 @@ import torch
 from ragkv.archive.files import is_there, local_path, system_errors
 from ragkv.archive.manifest import MANIFEST_FILE, LayerEntry, Manifest, read_manifest
 from ragkv.archive.parquet import integers
-from ragkv.archive.payload import Payload, from_bits
-from ragkv.archive.rows import ROWS_FILE, binary_rows, flat_lists
+from ragkv.archive.payload import Payload, fits, from_bits
+from ragkv.archive.rows import LENGTH_BYTES, ROWS_FILE, binary_rows, flat_lists, payload_start
 from ragkv.archive.snapshot import Snapshot, read_snapshot
 from ragkv.archive.tokens import NO_OFFSET, TOKENS_FILE
 from ragkv.archive.transforms import Transforms
@@ -97,22 +98,21 @@ def _collected(name: str, found: Iterator[str]) -> list[str]:
     return faults
 
 
-def _extra_files(folder: Path, manifest: Manifest) -> list[str]:
-    """Files that do not belong there; none of an archive that was replaced since it was read."""
+def _extra_files(folder: Path, manifest: Manifest) -> Iterator[str]:
     try:
-        with system_errors(f"{str(folder)!r}"):
-            found = sorted(path.name for path in folder.iterdir())
+        with system_errors(f"archive {str(folder)!r}"):
+            found = sorted(os.listdir(folder))
             if read_manifest(folder) != manifest:
-                return []
-    except (ArchiveNotFoundError, ArchiveFormatError, ArchiveCorruptError):
-        return []
-    return [f"{name}: not in the manifest" for name in found if name not in (MANIFEST_FILE, *manifest.files)]
+                return  # it was replaced meanwhile: these are the files of another archive
+    except _DAMAGE:
+        return  # it is being replaced
+    for name in found:
+        if name != MANIFEST_FILE and name not in manifest.files:
+            yield f"{name}: not in the manifest"
 
 
 def _token_faults(snapshot: Snapshot) -> Iterator[str]:
     tokens, n_prefix = snapshot.tokens, snapshot.manifest.prefix_tokens
-    if bool((tokens.ids < 0).any()):
-        yield f"{TOKENS_FILE}: a token id is negative"
     outside = (tokens.start == NO_OFFSET) & (tokens.end == NO_OFFSET)
     if not bool(outside[:n_prefix].all()) or bool(outside[n_prefix:].any()):
         yield f"{TOKENS_FILE}: the tokens without offsets are not the {n_prefix} of the prefix"
@@ -138,6 +138,9 @@ def _layer_faults(snapshot: Snapshot, entry: LayerEntry) -> Iterator[str]:
         return
     sizes = snapshot.prototypes[entry.index].sizes
     flat = sizes[sizes > 0].long()
+    if bool((sizes.long().sum(1) != manifest.archived_tokens).any()):
+        yield f"{name}: sizes of clusters do not add up to the archived tokens of every KV head"
+        return
     lengths = torch.from_numpy(table.column("positions").combine_chunks().value_lengths().to_numpy().astype(np.int64))
     if not torch.equal(lengths, flat):
         yield f"{name}: a cluster has another number of positions than its size says"
@@ -147,7 +150,7 @@ def _layer_faults(snapshot: Snapshot, entry: LayerEntry) -> Iterator[str]:
         yield f"{name}: a cluster has another number of bytes than its size says"
         return
     yield from _position_faults(snapshot, entry, flat_lists(table.column("positions")), flat)
-    yield from _group_faults(snapshot, entry, heads, first, last)
+    yield from _group_faults(snapshot, entry, heads, raw)
     yield from _finite_faults(name, raw, payload)
 
 
@@ -167,21 +170,26 @@ def _position_faults(
         yield f"{ROWS_FILE}: layer {entry.index}, kv_head {head} does not hold every position of [{begin}, {end}) once"
 
 
-def _group_faults(snapshot: Snapshot, entry: LayerEntry, heads: np.ndarray, first: int, last: int) -> Iterator[str]:
-    at = 0
-    for group in range(first, last):
-        stop = at + int(snapshot.rows.groups.rows[group])
+def _group_faults(snapshot: Snapshot, entry: LayerEntry, heads: np.ndarray, raw: list[memoryview]) -> Iterator[str]:
+    """Row groups of one KV head, whose bytes lie where recall looks for them without decoding."""
+    rows, at = snapshot.rows, 0
+    for group in range(*snapshot.groups[entry.index]):
+        stop = at + int(rows.groups.rows[group])
         if (heads[at:stop] != heads[at]).any():
             yield f"{ROWS_FILE}: layer {entry.index}: row group {group} holds more than one KV head"
+        wanted = b"".join(len(own).to_bytes(LENGTH_BYTES, "little") + bytes(own) for own in raw[at:stop])
+        start = payload_start(rows, group, len(wanted) - LENGTH_BYTES * (stop - at))
+        if rows.mapped[start : start + len(wanted)].numpy().tobytes() != wanted:
+            yield f"{ROWS_FILE}: layer {entry.index}: the tokens of row group {group} are not one plain page"
         at = stop
 
 
 def _finite_faults(name: str, raw: list[memoryview], payload: Payload) -> Iterator[str]:
-    """Lossless numbers must be finite; every code stands for a finite one."""
+    """Lossless numbers must be some that archives take; every code stands for a finite one."""
     rows = torch.frombuffer(bytearray(b"".join(raw)), dtype=torch.uint8).view(-1, payload.row_bytes)
     for what, basis, part in (
         ("key", payload.key_basis, payload.key_part(rows)),
         ("value", payload.value_basis, payload.value_part(rows)),
     ):
-        if basis is None and not bool(torch.isfinite(from_bits(part, payload.dtype)).all()):
-            yield f"{name}: a {what} is NaN or infinite"
+        if basis is None and not fits(from_bits(part, payload.dtype)):
+            yield f"{name}: a {what} is NaN or infinite, or too large"

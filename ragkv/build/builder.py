@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import time
@@ -15,7 +16,7 @@ from transformers import DynamicCache
 
 from ragkv.archive import publish
 from ragkv.archive.files import local_path
-from ragkv.archive.manifest import LayerEntry, Manifest, read_manifest
+from ragkv.archive.manifest import MANIFEST_FILE, LayerEntry, Manifest, read_manifest
 from ragkv.archive.prototypes import write_prototypes
 from ragkv.archive.rows import ROWS_FILE, RowsWriter
 from ragkv.archive.tokens import write_tokens
@@ -103,7 +104,7 @@ class BuildRequest:
 class BuildResult:
     """What a build did. Times in seconds: ``prefill_s``, and ``build_s`` for clustering, encoding and writing.
 
-    ``misfit`` is the distortion of the codes as a multiple of what transforms of the document's own would leave, mean of
+    ``misfit`` is the distortion of the codes as a multiple of what transforms of its own would leave, mean of
     the layers; about 1 where it has its own.
     """
 
@@ -269,6 +270,29 @@ def is_current(model: LoadedModel, document: str, path: str | Path, *, recipe: R
     asked = (document_sha256(document), recipe.identity(), layout)
     same = (manifest.document_sha256, manifest.recipe.identity(), manifest.layout) == asked
     return same_dtype and same and is_sound(path, manifest)
+
+
+def keep_policy(path: str | Path, recipe: Recipe) -> bool:
+    """Let the archive at `path` recall by default what `recipe` says; whether that is a change.
+
+    Only the manifest is written, whole or not at all: keys, values and clusters stay as they are.
+
+    Raises
+    ------
+    ConfigError
+        If the manifest cannot be written.
+    """
+    place = Path(path).resolve()
+    manifest = read_manifest(place)
+    if manifest.recipe.recall == recipe.recall:
+        return False
+    changed = dataclasses.replace(manifest, recipe=dataclasses.replace(manifest.recipe, recall=recipe.recall))
+    try:
+        with publish.publishing_in(place.parent):
+            publish.write_whole(place / MANIFEST_FILE, changed.to_json().encode())
+    except OSError as error:
+        raise ConfigError(f"cannot write the manifest of {str(place)!r}: {error.strerror}") from error
+    return True
 
 
 def stage(on_progress: Progress | None, name: str) -> Callable[[int, int], None] | None:

@@ -27,7 +27,11 @@ from ragkv.model.prefill import CapturedLayer
 from ragkv.model.prompt import PromptTokens
 from ragkv.recipe import CODEC_BITS, Recipe
 
-_FIT_TOKENS = 2048  # enough to tell how well transforms fit
+_FIT_TOKENS = 2048
+"""Tokens, spread over the document, that tell how well transforms fit."""
+
+_FEWEST = 8
+"""Tokens per dimension below which that cannot be told: transforms of its own would fit any document."""
 
 
 @dataclass(frozen=True)
@@ -229,8 +233,10 @@ def _coded(
 
 
 def _misfit(residuals: torch.Tensor, coded: torch.Tensor, basis: Basis | None, metric: torch.Tensor | None) -> float:
-    """Squared error of codes as a multiple of what a basis of their own would leave; 1 where nothing is coded."""
+    """Squared error of codes as a multiple of that in a basis of their own; 1 where none are, or too few to tell."""
     if basis is None:
+        return 1.0
+    if residuals.shape[1] < _FEWEST * residuals.shape[2]:
         return 1.0
     step = -(-residuals.shape[1] // _FIT_TOKENS)
     sample, raw = residuals[:, ::step], coded[:, ::step]

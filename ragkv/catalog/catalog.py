@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ragkv.archive.files import Stamp
 from ragkv.build.builder import BuildRequest, Progress, fit_transforms, stage, write_archive
 from ragkv.catalog.entries import CatalogEntry, as_built, find_entry, with_match
@@ -45,7 +47,7 @@ class Catalog:
         self.model = model
         self._head = head
         self._folder = CatalogFolder(path, head)
-        self._transforms = SharedTransforms(path)
+        self._transforms = SharedTransforms(path, torch.device("cpu") if model is None else model.model.device)
         self._max_open = max_open
         self._slots: OrderedDict[str, _Slot] = OrderedDict()
         self._lock = threading.Lock()

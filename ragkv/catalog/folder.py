@@ -27,7 +27,7 @@ from ragkv.archive.publish import (
     leftovers,
     publishing_in,
     recover,
-    sweep_held,
+    sweep_under_lock,
     write_whole,
 )
 from ragkv.archive.verify import is_sound
@@ -150,7 +150,16 @@ class CatalogFolder:
         return self._entry(entry.id) or entry
 
     def add_name(self, document_id: str, name: str) -> None:
-        """Keep that a document is called `name`, too."""
+        """Keep that a document is called `name`, too; what UTF-8 cannot hold is replaced, as in a manifest.
+
+        Raises
+        ------
+        ConfigError
+            If the name is longer than any that is read.
+        """
+        name = name.encode("utf-8", "replace").decode()
+        if len(name.encode()) > _LONGEST_NAME:
+            raise ConfigError(f"the name {name[:20]!r}... is too long; give at most {_LONGEST_NAME} bytes")
         entry = self._entry(document_id)
         if entry is None or name in entry.names or not name:
             return
@@ -158,21 +167,11 @@ class CatalogFolder:
             self._write_names(document_id, [each for each in (*entry.names, name) if each])
 
     def drop_name(self, document_id: str, name: str) -> bool:
-        """Take a name from a document that has others; whether it has.
-
-        Raises
-        ------
-        ArchiveNotFoundError
-            If there is no such document, or it is not called so.
-        """
+        """Take a name from a document that has others; whether it has."""
         with self._locked():
-            names = self._read_entry(document_id).names
-            if name not in names:
-                raise ArchiveNotFoundError(
-                    f"document {document_id[:12]}... of the catalog {str(self.path)!r} is not called {name!r}; "
-                    f"its names are {', '.join(names)}"
-                )
-            if len(names) < 2:
+            entry = self._entry(document_id)
+            names = () if entry is None else entry.names
+            if name not in names or len(names) < 2:
                 return False
             self._write_names(document_id, [each for each in names if each != name])
             return True
@@ -235,8 +234,7 @@ class CatalogFolder:
         with self._locked():
             if self.stamp(document_id) != stamp:
                 return None
-            with suppress(OSError):  # whoever built it may have died before it cleared up
-                sweep_held(self._documents)
+            sweep_under_lock(self._documents, only=document_id)
             if self._is_marked(document_id):  # else nothing changes, and the catalog may be on a read-only medium
                 self._mark(document_id).unlink(missing_ok=True)
             return self._read_entry(document_id)

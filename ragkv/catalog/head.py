@@ -14,7 +14,7 @@ from typing import Any
 
 from ragkv.archive.files import is_there, local_path, read_bounded, stamp_of, system_errors
 from ragkv.archive.manifest import FORMAT_VERSION, MANIFEST_FILE, checked_fingerprint, checked_layout
-from ragkv.archive.publish import LOCK_FILE, publishing_in, sweep, write_whole
+from ragkv.archive.publish import LOCK_FILE, publishing_in, sweep_under_lock, write_whole
 from ragkv.archive.sealed import LONGEST, sealed_text, text, unsealed
 from ragkv.errors import ArchiveCorruptError, ArchiveFormatError, ArchiveNotFoundError, ConfigError
 from ragkv.model.fingerprint import Fingerprint, json_sha256
@@ -158,9 +158,8 @@ def write_head(folder: str | Path, head: CatalogHead) -> None:
         raise ArchiveCorruptError(f"{CATALOG_FILE} does not read back as it was written")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not has_head(folder):
-            sweep(folder)
         with publishing_in(folder):
+            sweep_under_lock(folder, only=CATALOG_FILE)
             if not has_head(folder):
                 write_whole(folder / CATALOG_FILE, raw.encode())
     except OSError as error:

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+
 from ragkv.archive.files import system_errors
 from ragkv.archive.publish import publishing_in, sweep, write_whole
 from ragkv.archive.snapshot import SHARED_TRANSFORMS, read_shared
@@ -22,9 +24,10 @@ class SharedTransforms:
     Whoever fits them first writes them; whoever comes second uses those. They are read once and kept.
     """
 
-    def __init__(self, catalog: Path) -> None:
+    def __init__(self, catalog: Path, device: torch.device) -> None:
         self._catalog = catalog
         self._folder = catalog / SHARED_TRANSFORMS
+        self._device = device
         self._held: Transforms | None = None
         self._lock = threading.Lock()
 
@@ -39,7 +42,7 @@ class SharedTransforms:
         with self._lock:
             if self._held is None:
                 named = self._named()
-                self._held = None if named is None else read_shared(self._catalog, named)
+                self._held = None if named is None else read_shared(self._catalog, named).to(self._device)
             return self._held
 
     def of(self, sha256: str) -> Transforms:

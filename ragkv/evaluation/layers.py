@@ -6,10 +6,10 @@ ones got wrong. This reference is computed in float32, and so are two variations
 
 - codes only: dense attention over the keys and values as the archive decodes them. Nothing is estimated.
 - clusters only: the clusters that the archive did recall, with the model's own keys and values; the others as their
-  prototypes, with the stored centroid and the mean of the model's own values. That is what an archive of the same
-  clusters with lossless codecs does, to the token: its centroids are stored alike, and codes have no say in the choice
-  of clusters. Working it out here needs no second archive, and compares the same clusters for the same queries even
-  in deeper layers, where the queries of a second archive would be others.
+  prototypes, as they are stored. That is what an archive of the same clusters with lossless codecs does, to the token:
+  its prototypes are stored alike, and codes have no say in the choice of clusters but by the exact tokens. Working it
+  out here needs no second archive, and compares the same clusters for the same queries even in deeper layers, where the
+  queries of a second archive would be others.
 
 Errors are squared, so two independent causes add up to the error of what the archive really returned. Where that is
 above the sum the causes reinforce each other; below, they cancel.
@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from ragkv.build.groups import group_sums
 from ragkv.errors import ConfigError
 from ragkv.evaluation.fidelity import decode_answer
 from ragkv.model.attention import ArchivedAttention, AttentionCall, cap, tag
@@ -170,11 +169,9 @@ def _document(archive: Archive, layer: ArchivedLayer, keys: torch.Tensor, values
         numbers = torch.arange(n_clusters, device=keys.device)
         labels = torch.stack([numbers.repeat_interleave(sizes) for sizes in table.sizes.long()])
         cluster.scatter_(1, position, labels)
-        centroids, bias = table.centroids(), table.bias(table.spread_scales())
+        centroids, means, bias = table.centroids(), table.mean_values(), table.bias(table.spread_scales())
         for whole, archived in zip((decoded_keys, decoded_values), decode_rows(table), strict=True):
             whole.scatter_(1, position.unsqueeze(-1).expand_as(archived), archived)
-        sums = group_sums(values, cluster, n_clusters + 1)[:, :n_clusters]
-        means = sums / table.sizes.clamp_min(1).unsqueeze(-1)
     return ProbedDocument(
         keys=keys,
         values=values,

@@ -12,12 +12,9 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ragkv.errors import ConfigError, NonFiniteError
-from ragkv.model.shape import check_length, model_shape
+from ragkv.model.shape import LARGEST_NUMBER, check_length, model_shape
 
 CHUNK_TOKENS = 512
-
-LARGEST_NUMBER = 1e15
-"""Keys and values beyond it are not archived: sums of their squares over a long document would not fit float32."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,9 @@ SUPPORTED_MODEL_TYPES = (
 )
 """``config.model_type`` values whose exactness against dense attention is part of the test matrix."""
 
+LARGEST_NUMBER = 1e15
+"""Keys and values beyond it are not archived: sums of their squares over a long document would not fit float32."""
+
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 LENGTH_DEPENDENT_ROPE_TYPES = ("dynamic", "longrope")
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import torch
 
 from ragkv.archive.files import system_errors
@@ -21,7 +23,7 @@ from ragkv.model.fingerprint import require_match
 from ragkv.model.load import LoadedModel, padded_inputs, question_inputs
 from ragkv.model.prompt import PromptLayout, decoded, decoded_spans, document_sha256
 from ragkv.model.shape import ModelShape, check_length, model_shape
-from ragkv.recall.layers import ArchivedLayer, cluster_table, whole_layer
+from ragkv.recall.layers import ArchivedLayer, ClusterTable, cluster_table, whole_layer
 from ragkv.recipe import RecallPolicy
 
 log = logging.getLogger(__name__)
@@ -79,6 +81,7 @@ class Archive:
             check_length(shape, manifest.n_tokens + 1)
 
         snapshot = read_snapshot(path, transforms=transforms, accept=accept)
+        _check_vocabulary(snapshot, model)
         stored = getattr(torch, snapshot.manifest.fingerprint.dtype)
         if stored != model.model.dtype:
             log.warning("archive %s holds %s, the model is %s: values are cast", path, stored, model.model.dtype)
@@ -144,13 +147,20 @@ class Archive:
         return decoded_spans(tokenizer, ids)
 
     def positions(self, index: int) -> torch.Tensor:
-        """Position of every archived token of layer `index`, by KV head and cluster: (n_kv_heads, n_tokens) int64."""
+        """Position of every archived token of layer `index`, by KV head and cluster: (n_kv_heads, n_tokens) int64.
+
+        Raises
+        ------
+        ArchiveCorruptError
+            If they are not each archived position once, in clusters of the sizes that are held.
+        """
         with self._lock:
             if index not in self._positions:
                 table = self.layers[index].clusters
                 flat = torch.empty(0, dtype=torch.int64)
                 if table is not None:
-                    flat = flat_lists(self._rows.columns(list(range(*table.groups)), ["positions"])["positions"])
+                    column = self._rows.columns(list(range(*table.groups)), ["positions"])["positions"]
+                    flat = _checked_positions(column, table, self.manifest)
                 self._positions[index] = flat.view(self.manifest.layers[index].n_kv_heads, -1)
             return self._positions[index]
 
@@ -221,6 +231,24 @@ def _check_shape(manifest: Manifest, shape: ModelShape) -> None:
         raise ArchiveCorruptError(
             f"the manifest counts {manifest.n_tokens:,} tokens and the model's context holds {shape.max_positions:,}"
         )
+
+
+def _check_vocabulary(snapshot: Snapshot, model: LoadedModel) -> None:
+    """Refuse tokens that the model does not have: to decode or prefill them would fail somewhere else."""
+    largest, n_known = int(snapshot.tokens.ids.max()), int(model.model.config.get_text_config(decoder=True).vocab_size)
+    if largest >= n_known:
+        raise ArchiveCorruptError(f"the archive holds the token id {largest}, and the model has {n_known} tokens")
+
+
+def _checked_positions(column: pa.ChunkedArray, table: ClusterTable, manifest: Manifest) -> torch.Tensor:
+    """The positions (n_kv_heads * n_tokens,) int64 in the lists of `column`, one a cluster."""
+    flat, sizes = flat_lists(column), table.sizes[table.sizes > 0].cpu().long()
+    lengths = torch.from_numpy(np.concatenate([chunk.value_lengths().to_numpy() for chunk in column.chunks])).long()
+    if torch.equal(lengths, sizes):
+        wanted = torch.arange(manifest.archived_tokens) + manifest.head_tokens
+        if bool((flat.view(len(table.sizes), -1).sort(dim=1).values == wanted).all()):
+            return flat
+    raise ArchiveCorruptError("the clusters of a layer do not hold every archived position once; build it again")
 
 
 def _layers(snapshot: Snapshot, *, device: torch.device, dtype: torch.dtype) -> tuple[ArchivedLayer, ...]:

@@ -1,0 +1,1 @@
+"""Faults made on purpose: archives replaced, processes killed and files tampered with; see `pipelines.faults`."""
