@@ -296,7 +296,7 @@ class Catalog:
         Raises
         ------
         ArchiveNotFoundError
-            If there is no such document, or it was removed already.
+            If there is no such document, it was removed already, or it is not called `name`.
         """
         if name is not None and self._folder.drop_name(document_id, name):
             return
