@@ -38,6 +38,8 @@ _MORE_RESIDENT = 1 << 30
 _STARTS_S = 120
 _SUBJECTS = (("llama", CODED), ("llama", SMALL), ("gemma3", CODED))
 _CATALOG_SHARE = 0.15
+_NOTHING_LEFT = (RecursionError, OSError, ValueError, LookupError, TypeError, MemoryError)
+"""What a second edit meets where the first left nothing that it could work on."""
 
 
 class EndlessError(BaseException):
@@ -171,8 +173,8 @@ def _damage(rng: random.Random, work: Path, damaged: Path) -> str:
         return "odd value in a catalog"
     groups, done = row_groups(damaged), []
     for edit in rng.choices(EDITS, k=rng.choice((1, 1, 1, 2))):
-        with contextlib.suppress(RecursionError, UnicodeError, OSError, ValueError, KeyError, TypeError, IndexError):
-            groups = edit(rng, damaged, groups)  # a second edit may find nothing to work on
+        with contextlib.suppress(*_NOTHING_LEFT):
+            groups = edit(rng, damaged, groups)
             done.append(edit.__name__)
     mend(damaged, groups)
     return " and ".join(done) or "nothing"
