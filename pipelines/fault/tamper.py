@@ -23,7 +23,7 @@ from typing import NoReturn
 import psutil
 import torch
 
-from pipelines.fault.edits import BOMBS, EDITS, make_bombs, odd_value
+from pipelines.fault.edits import BOMBS, EDITS, bomb, make_bombs, odd_value
 from pipelines.fault.mend import edit_sealed, mend, row_groups
 from pipelines.fault.sample import LAYOUT, TEXTS, Prefilled
 from ragkv import Archive, ArchiveCache, Catalog
@@ -172,7 +172,8 @@ def _damage(rng: random.Random, work: Path, damaged: Path) -> str:
         edit_sealed(damaged / "manifest.json", lambda body: odd_value(rng, body))
         return "odd value in a catalog"
     groups, done = row_groups(damaged), []
-    for edit in rng.choices(EDITS, k=rng.choice((1, 1, 1, 2))):
+    edits = rng.choices(EDITS, k=rng.choice((1, 1, 1, 2)))
+    for edit in [bomb] if bomb in edits else edits:  # what edits a bomb would unpack it here
         with contextlib.suppress(*_NOTHING_LEFT):
             groups = edit(rng, damaged, groups)
             done.append(edit.__name__)
