@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -70,7 +71,7 @@ def tiny_tokenizer(*, adds_bos: bool = False) -> PreTrainedTokenizerFast:
     )
 
 
-def _common(n_layers: int) -> dict[str, object]:
+def _common(n_layers: int) -> dict[str, Any]:
     return {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,

@@ -23,7 +23,7 @@ from typing import NoReturn
 import psutil
 import torch
 
-from pipelines.fault.edits import BOMBS, EDITS, make_bombs, odd_value
+from pipelines.fault.edits import BOMBS, EDITS, bomb, make_bombs, odd_value
 from pipelines.fault.mend import edit_sealed, mend, row_groups
 from pipelines.fault.sample import LAYOUT, TEXTS, Prefilled
 from ragkv import Archive, ArchiveCache, Catalog
@@ -38,6 +38,8 @@ _MORE_RESIDENT = 1 << 30
 _STARTS_S = 120
 _SUBJECTS = (("llama", CODED), ("llama", SMALL), ("gemma3", CODED))
 _CATALOG_SHARE = 0.15
+_NOTHING_LEFT = (RecursionError, OSError, ValueError, LookupError, TypeError, MemoryError)
+"""What a second edit meets where the first left nothing that it could work on."""
 
 
 class EndlessError(BaseException):
@@ -170,9 +172,10 @@ def _damage(rng: random.Random, work: Path, damaged: Path) -> str:
         edit_sealed(damaged / "manifest.json", lambda body: odd_value(rng, body))
         return "odd value in a catalog"
     groups, done = row_groups(damaged), []
-    for edit in rng.choices(EDITS, k=rng.choice((1, 1, 1, 2))):
-        with contextlib.suppress(RecursionError, UnicodeError, OSError, ValueError, KeyError, TypeError, IndexError):
-            groups = edit(rng, damaged, groups)  # a second edit may find nothing to work on
+    edits = rng.choices(EDITS, k=rng.choice((1, 1, 1, 2)))
+    for edit in [bomb] if bomb in edits else edits:  # what edits a bomb would unpack it here
+        with contextlib.suppress(*_NOTHING_LEFT):
+            groups = edit(rng, damaged, groups)
             done.append(edit.__name__)
     mend(damaged, groups)
     return " and ".join(done) or "nothing"
