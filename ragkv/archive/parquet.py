@@ -89,3 +89,14 @@ def read_binary(column: pa.ChunkedArray) -> torch.Tensor:
 def integers(table: pa.Table, name: str) -> np.ndarray:
     """An integer column as (n_rows,) int64."""
     return np.asarray(table.column(name).to_numpy().astype(np.int64))
+
+
+def binary_rows(column: pa.ChunkedArray) -> list[memoryview]:
+    """The values of a binary column, not copied."""
+    return [memoryview(value.as_buffer()) for chunk in column.chunks for value in chunk]
+
+
+def flat_lists(column: pa.ChunkedArray) -> torch.Tensor:
+    """All numbers of a column of lists, one list after another: (n,) int64."""
+    chunks = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks]
+    return torch.from_numpy(np.concatenate(chunks).astype(np.int64)) if chunks else torch.empty(0, dtype=torch.int64)

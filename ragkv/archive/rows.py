@@ -14,7 +14,6 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import pyarrow as pa
@@ -113,10 +112,8 @@ class RowsWriter:
     def __enter__(self) -> RowsWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
+        if kind is None:
             self.close()
         else:
             self._sink.close()
@@ -396,17 +393,6 @@ def payload_start(rows: RowsFile, group: int, n_bytes: int) -> int:
             f"{ROWS_FILE}: row group {group} does not hold the bytes that its clusters' sizes say"
         )
     return int(groups.data[group]) + header
-
-
-def binary_rows(column: pa.ChunkedArray) -> list[memoryview]:
-    """The values of a binary column, not copied."""
-    return [memoryview(value.as_buffer()) for chunk in column.chunks for value in chunk]
-
-
-def flat_lists(column: pa.ChunkedArray) -> torch.Tensor:
-    """All numbers of a column of lists, one list after another: (n,) int64."""
-    chunks = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks]
-    return torch.from_numpy(np.concatenate(chunks).astype(np.int64)) if chunks else torch.empty(0, dtype=torch.int64)
 
 
 def _stamp(found: os.stat_result) -> tuple[int, int, int]:

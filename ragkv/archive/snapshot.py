@@ -18,11 +18,11 @@ import torch
 from ragkv.archive.codec import Basis
 from ragkv.archive.files import FileEntry, local_path, read_bounded, read_checked, stamp_of, system_errors
 from ragkv.archive.manifest import MANIFEST_FILE, LayerEntry, Manifest, read_manifest
-from ragkv.archive.parquet import integers
+from ragkv.archive.parquet import binary_rows, flat_lists, integers
 from ragkv.archive.payload import decode_exact, exact_bytes, fits
 from ragkv.archive.prototypes import CENTROIDS_FILE, PROTOTYPES_FILE, Prototypes, read_prototypes
 from ragkv.archive.publish import publishing_in, recover
-from ragkv.archive.rows import EXACT, ROWS_FILE, RowsFile, binary_rows, flat_lists
+from ragkv.archive.rows import EXACT, ROWS_FILE, RowsFile
 from ragkv.archive.tokens import TOKENS_FILE, TokenTable, read_tokens
 from ragkv.archive.transforms import TRANSFORMS_FILE, LayerTransforms, Transforms, read_transforms
 from ragkv.errors import ArchiveCorruptError, ArchiveFormatError, ArchiveNotFoundError, ConfigError

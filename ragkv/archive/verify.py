@@ -14,9 +14,9 @@ import torch
 
 from ragkv.archive.files import is_there, local_path, system_errors
 from ragkv.archive.manifest import MANIFEST_FILE, LayerEntry, Manifest, read_manifest
-from ragkv.archive.parquet import integers
+from ragkv.archive.parquet import binary_rows, flat_lists, integers
 from ragkv.archive.payload import Payload, fits, from_bits
-from ragkv.archive.rows import LENGTH_BYTES, ROWS_FILE, binary_rows, flat_lists, payload_start
+from ragkv.archive.rows import LENGTH_BYTES, ROWS_FILE, payload_start
 from ragkv.archive.snapshot import Snapshot, read_snapshot
 from ragkv.archive.tokens import NO_OFFSET, TOKENS_FILE
 from ragkv.archive.transforms import Transforms

@@ -358,9 +358,7 @@ class Catalog:
 
     def _loaded(self, purpose: str) -> LoadedModel:
         if self.model is None:
-            raise ConfigError(
-                f"catalog {str(self.path)!r} was opened without a model; load {self.model_name!r} {purpose}"
-            )
+            raise ConfigError(f"catalog {str(self.path)!r} has no model; load {self.model_name!r} {purpose}")
         return self.model
 
 
@@ -388,8 +386,9 @@ class _Keeper:
 
 
 def _check_model(path: Path, head: CatalogHead, model: LoadedModel) -> None:
-    what = f"catalog {str(path)!r} ({head.model_name!r}; loaded is {model.name!r})"
-    require_match(head.fingerprint, model, what=what)
+    require_match(
+        head.fingerprint, model, what=f"catalog {str(path)!r} ({head.model_name!r}; loaded is {model.name!r})"
+    )
 
 
 def _check_same(where: str, ours: Mapping[str, Any], asked: Mapping[str, Any]) -> None:

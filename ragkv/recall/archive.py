@@ -14,7 +14,7 @@ import torch
 
 from ragkv.archive.files import system_errors
 from ragkv.archive.manifest import OWN_TRANSFORMS, Manifest
-from ragkv.archive.rows import flat_lists
+from ragkv.archive.parquet import flat_lists
 from ragkv.archive.snapshot import Snapshot, read_snapshot
 from ragkv.archive.tokens import TokenTable
 from ragkv.archive.transforms import Transforms
