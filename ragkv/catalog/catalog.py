@@ -38,7 +38,7 @@ _ATTEMPTS = 3
 class Catalog:
     """The documents of one folder, for one model; serves any number of threads at once.
 
-    Use `Catalog.create` or `Catalog.open`. The model's weights are hashed once there and not for each document.
+    Use `Catalog.create` or `Catalog.open`.
     """
 
     def __init__(self, path: Path, head: CatalogHead, model: LoadedModel | None, max_open: int) -> None:
@@ -358,7 +358,7 @@ class Catalog:
 
     def _loaded(self, purpose: str) -> LoadedModel:
         if self.model is None:
-            raise ConfigError(f"catalog {str(self.path)!r} has no model; load {self.model_name!r} {purpose}")
+            raise ConfigError(f"{str(self.path)!r} was opened without a model; load {self.model_name!r} {purpose}")
         return self.model
 
 
@@ -386,9 +386,8 @@ class _Keeper:
 
 
 def _check_model(path: Path, head: CatalogHead, model: LoadedModel) -> None:
-    require_match(
-        head.fingerprint, model, what=f"catalog {str(path)!r} ({head.model_name!r}; loaded is {model.name!r})"
-    )
+    what = f"catalog {str(path)!r} ({head.model_name!r}; loaded is {model.name!r})"
+    require_match(head.fingerprint, model, what=what)
 
 
 def _check_same(where: str, ours: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
