@@ -1,4 +1,4 @@
-"""What the system refuses, what is damaged and what dies half-way: the rest of a catalog goes on, nothing is lost."""
+"""What the system refuses, damage, and deaths half-way: the rest of a catalog goes on, and nothing is lost."""
 
 from __future__ import annotations
 
