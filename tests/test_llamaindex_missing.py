@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from llama_index.core.schema import BaseNode, NodeWithScore, TextNode
 from ragkv import LoadedModel, attach, build_archive
 from ragkv.answer.ask import ask
 from ragkv.catalog.catalog import Catalog
-from ragkv.errors import ArchiveNotFoundError
+from ragkv.errors import ArchiveNotFoundError, ArchiveReadError
 from ragkv.llamaindex import DOCUMENT_KEY, ArchiveTransform, RagKVSynthesizer, resolve
 from ragkv.recall.composition import Composition
 from ragkv.recall.prefilled import prefill_document
@@ -229,3 +231,29 @@ def test_an_archive_that_a_pipelines_cache_hid_is_missed_and_told(tmp_path: Path
     # The metadata still names the whole document; each chunk's own archive serves now.
     again = answered(chunks, emptied, on_missing="raise").metadata["ragkv"]["on_missing"]
     assert again["served"] == len(chunks)
+
+
+@pytest.mark.parametrize("on_missing", ["prefill", "build", "raise"])
+def test_an_archive_that_cannot_be_read_now_is_an_error_and_no_prefill(
+    catalog: Catalog, nodes: list[BaseNode], on_missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A passing error says nothing about the archive: to prefill instead would hide it, and cost what archives save."""
+    real = os.open
+
+    def refused(path: Any, *words: Any, **named: Any) -> int:
+        if str(path).endswith("tokens.parquet"):
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path, *words, **named)
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("it was prefilled")
+
+    monkeypatch.setattr("ragkv.llamaindex.documents.prefill_document", never)
+    monkeypatch.setattr("ragkv.build.builder.prefill_cache", never)
+    monkeypatch.setattr(os, "open", refused)
+    before = sorted(path.name for path in (catalog.path / "documents").iterdir())
+    with pytest.raises(ArchiveReadError, match="Input/output error"):
+        resolve(nodes, catalog, on_missing=on_missing)
+    monkeypatch.setattr(os, "open", real)
+    assert sorted(path.name for path in (catalog.path / "documents").iterdir()) == before
+    assert origins(nodes, catalog) == ["archive"] * len(TEXTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,8 @@ from ragkv.archive.files import system_errors
 from ragkv.archive.publish import publishing_in, sweep, write_whole
 from ragkv.archive.snapshot import SHARED_TRANSFORMS, read_shared
 from ragkv.archive.transforms import LayerTransforms, Transforms, transforms_bytes
-from ragkv.errors import ArchiveCorruptError, ConfigError
+from ragkv.catalog.head import is_document_id
+from ragkv.errors import ArchiveCorruptError, ArchiveNotFoundError, ConfigError
 
 _SUFFIX = ".parquet"
 
@@ -89,8 +91,10 @@ class SharedTransforms:
 
     def _named(self) -> str | None:
         """The SHA-256 that a file in the folder is named by."""
-        with system_errors(f"{str(self._folder)!r}"):
-            if not self._folder.is_dir():
-                return None
-            names = [found.stem for found in self._folder.glob(f"*{_SUFFIX}") if not found.name.startswith(".")]
-        return min(names, default=None)
+        try:
+            with system_errors(f"{str(self._folder)!r}"):
+                found = os.listdir(self._folder)  # a glob would find nothing where it may not look
+        except ArchiveNotFoundError:
+            return None
+        names = (name.removesuffix(_SUFFIX) for name in found if name.endswith(_SUFFIX))
+        return min(filter(is_document_id, names), default=None)
