@@ -146,8 +146,12 @@ def test_a_sweep_refuses_what_no_recipe_allows(values: dict[str, tuple[object, .
 
 
 def test_the_base_recipe_is_measured_once():
-    assert BASE not in Sweep(Recipe(), (8,), ("int3",), (256,)).recipes()
+    assert BASE not in Sweep(Recipe(), (4,), ("int3/int2.5",), (256,)).recipes()
     assert list(Sweep(Recipe(), (8,), ("int3",), (128,)).recipes()) == ["8 per cluster, int3, budget 128", BASE]
+
+
+def test_the_default_recipe_is_a_point_of_the_default_sweep():
+    assert Recipe() in Sweep(Recipe()).recipes().values()
 
 
 def test_the_verdict_names_choice_default_and_knee():
@@ -280,7 +284,12 @@ def test_one_question_is_too_few(tmp_path: Path):
 
 
 def test_layers_that_the_base_keeps_dense_do_not_recall(tmp_path: Path):
-    base = dataclasses.replace(BASE_RECIPE, recall=RecallPolicy(budget=16, dense_layers=(0,)))
+    base = dataclasses.replace(
+        BASE_RECIPE,
+        tokens_per_cluster=8,
+        value_codec="int3",
+        recall=RecallPolicy(budget=16, dense_layers=(0,)),
+    )
     sweep = Sweep(base, (8,), ("int3",), (16,))
     calibration = calibrate(loaded("llama"), [task(2)], sweep, tmp_path, layout=LAYOUT, settings={})
     assert [each.layer for each in calibration.layers] == [1, 2]

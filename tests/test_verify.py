@@ -263,7 +263,7 @@ def test_wrong_exact_tokens_are_reported_and_refused(change: Change, fault: str,
 def test_an_infinite_scale_of_an_exact_token_is_reported(coded: Path) -> None:
     infinite = torch.tensor([torch.inf]).view(torch.uint8)
     edit_exact(coded, lambda rows: rows[0].payload[0, :4].copy_(infinite))
-    assert verify_archive(coded) == ["rows.parquet: an exact token of layer 1 is NaN or infinite"]
+    assert verify_archive(coded) == ["rows.parquet: an exact token of layer 1 is NaN or infinite, or too large"]
 
 
 def test_a_row_group_of_two_heads_is_reported_and_refused(folder: Path) -> None:

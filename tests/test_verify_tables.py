@@ -58,7 +58,7 @@ def folder(built: Path, tmp_path: Path) -> Path:
 def test_a_number_of_the_transforms_that_is_not_finite_is_reported(column: str, itemsize: int, coded: Path) -> None:
     ones = b"\xff" * itemsize  # a NaN
     edit_table(coded, OWN_TRANSFORMS, column, lambda raw: raw.__setitem__(1, ones + raw[1][itemsize:]))
-    assert verify_archive(coded) == [f"transforms.parquet: a number of {column} is NaN or infinite"]
+    assert verify_archive(coded) == [f"transforms.parquet: a number of {column} is NaN or infinite, or too large"]
 
 
 def test_transforms_out_of_order_are_reported(coded: Path) -> None:

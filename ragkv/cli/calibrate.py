@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from ragkv.evaluation.calibrate.tasks import Plan, Source
     from ragkv.evaluation.calibrate.words import About
 
-QUICK_TOKENS_PER_CLUSTER = (8, 16)
-QUICK_CODECS = ("int3",)
+QUICK_TOKENS_PER_CLUSTER = (4, 8)
+QUICK_CODECS = ("int3/int2.5",)
 QUICK_BUDGETS = (64, 256, 1024)
 QUICK_QUESTIONS = 12
 
@@ -60,7 +60,8 @@ def calibrate(
     codec: Annotated[
         list[str] | None,
         typer.Option(
-            help="For keys and values, to try: lossless, int8, int4, int3, int2; repeat. [default: int4 int3 int2]"
+            help="To try, for keys and values, or KEYS/VALUES: lossless, int8, int4, int3, int2.5, int2; repeat. "
+            "[default: int4 int3/int2.5 int2]"
         ),
     ] = None,
     budget: Annotated[
@@ -85,7 +86,7 @@ def calibrate(
         bool,
         typer.Option(
             "--quick",
-            help="Try less: 8 and 16 tokens per cluster, int3, budgets 64, 256 and 1024, 12 questions of each "
+            help="Try less: 4 and 8 tokens per cluster, int3/int2.5, budgets 64, 256 and 1024, 12 questions of each "
             "document. What is given by itself still counts.",
         ),
     ] = False,

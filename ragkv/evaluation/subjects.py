@@ -92,7 +92,8 @@ class ArchiveSubject:
         self.name, self._archive, self._policy = name, archive, policy
         layers = [archive.whole_layer(x.index) if x.index in policy.dense_layers else x for x in archive.layers]
         self.resident_bytes, self.disk_bytes = archive.resident_bytes, archive.disk_bytes
-        self._held_bytes = sum(layer.resident_bytes for layer in layers)
+        self._held_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+        self._held_bytes += sum(layer.clusters.resident_bytes for layer in layers if layer.clusters is not None)
         self._recalls = any(layer.clusters is not None for layer in layers)
 
     def trial(self) -> Trial:

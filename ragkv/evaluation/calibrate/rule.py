@@ -13,7 +13,9 @@ from ragkv.evaluation.stats import paired_error
 from ragkv.recipe import Recipe
 
 TOKENS_PER_CLUSTER = (4, 8, 16)
-CODECS = ("int4", "int3", "int2")
+CODECS = ("int4", "int3/int2.5", "int2")
+"""One codec for keys and values, or one for each with a slash between them; the second is the default recipe's."""
+
 BUDGETS = (64, 128, 256, 512, 1024)
 MIN_LAYERS = 4
 """Fewer layers that recall have no quarter to give more to."""
@@ -49,12 +51,13 @@ class Sweep:
         return [(tokens, codec) for tokens in self.tokens_per_cluster for codec in self.codecs]
 
     def recipe(self, tokens_per_cluster: int, codec: str, budget: int) -> Recipe:
-        """The recipe of one point: one codec for keys and values, one budget for all layers."""
+        """The recipe of one point: codecs of keys and values, the same in all layers, and one budget for all layers."""
+        key_codec, _, value_codec = codec.partition("/")
         return dataclasses.replace(
             self.base,
             tokens_per_cluster=tokens_per_cluster,
-            key_codec=codec,
-            value_codec=codec,
+            key_codec=key_codec,
+            value_codec=value_codec or key_codec,
             layer_codecs={},
             recall=self.base.recall.with_budget(budget),
         )
@@ -96,7 +99,7 @@ class Point:
 
     @property
     def pair(self) -> tuple[int, str]:
-        return self.recipe.tokens_per_cluster, self.recipe.key_codec
+        return self.recipe.tokens_per_cluster, codec_name(self.recipe)
 
     @property
     def budget(self) -> int:
@@ -171,6 +174,12 @@ def layer_budgets(recipe: Recipe, layers: Sequence[LayerPoint]) -> Recipe | None
     budgets = {str(point.layer): 2 * budget for point in worst_first[:n_more]}
     budgets |= {str(point.layer): max(1, budget // 2) for point in worst_first[-2 * n_more :]}
     return dataclasses.replace(recipe, recall=dataclasses.replace(recipe.recall, layer_budgets=budgets))
+
+
+def codec_name(recipe: Recipe) -> str:
+    """The codec of a recipe as a sweep names it."""
+    key, value = recipe.key_codec, recipe.value_codec
+    return key if key == value else f"{key}/{value}"
 
 
 def point_name(tokens_per_cluster: int, codec: str, budget: int) -> str:
