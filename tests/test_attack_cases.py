@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from ragkv import (
@@ -14,6 +15,7 @@ from ragkv import (
     ArchiveCache,
     Catalog,
     Composition,
+    LoadedModel,
     PromptLayout,
     RagkvError,
     Recipe,
@@ -23,9 +25,11 @@ from ragkv import (
     load_model,
     prefill_document,
 )
+from ragkv.archive.payload import decode_exact, encode_exact
 from ragkv.cli.app import app
 from ragkv.errors import ArchiveNotFoundError, ConfigError
 from tests.archives import CODED, DOCUMENT, SMALL, archive_of, loaded
+from tests.tiny import tiny_model, tiny_tokenizer
 
 LAYERS = Recipe(layer_codecs={"7": {"key_codec": "int2"}})
 
@@ -103,3 +107,18 @@ def test_a_model_may_be_named_by_a_path(tmp_path: Path) -> None:
     loaded("llama").model.save_pretrained(tmp_path / "m")
     loaded("llama").tokenizer.save_pretrained(tmp_path / "m")
     assert load_model(tmp_path / "m").fingerprint() == loaded("llama").fingerprint()
+
+
+@pytest.mark.parametrize("dim", [2, 6, 10, 18, 34, 64])
+@pytest.mark.parametrize("codec", ["lossless", "int8"])
+def test_a_single_exact_token_is_read_whatever_its_key_leaves_of_a_word(dim: int, codec: str) -> None:
+    token = torch.arange(1.0, dim + 1).reshape(1, 1, dim)
+    key = encode_exact(token, "int8")
+    row = torch.cat([key, encode_exact(token, codec)], dim=-1)
+    value = decode_exact(row[..., key.shape[-1] :], codec, torch.float32)
+    torch.testing.assert_close(value, token, atol=dim / 127, rtol=0)
+
+
+def test_a_model_in_a_dtype_of_no_archive_is_refused_before_anything_is_computed() -> None:
+    with pytest.raises(ConfigError, match="held in torch.float64"):
+        LoadedModel.of(tiny_model("llama").double(), tiny_tokenizer(), name="x")

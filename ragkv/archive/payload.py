@@ -73,7 +73,10 @@ def to_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def from_bits(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The numbers (..., dim) of `dtype` whose bits `raw` (..., dim * itemsize) uint8 holds."""
-    return raw.contiguous().view(dtype)
+    raw = raw.contiguous()
+    if raw.storage_offset() % dtype.itemsize:  # a part of a single row is contiguous where it stands
+        raw = raw.clone()
+    return raw.view(dtype)
 
 
 def fits(numbers: torch.Tensor) -> bool:

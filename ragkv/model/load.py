@@ -77,6 +77,8 @@ class LoadedModel:
         """
         if not isinstance(model, PreTrainedModel):
             raise ConfigError(f"model is a {type(model).__name__}; give a transformers model, or use load_model(name)")
+        if model.dtype not in DTYPES.values():
+            raise ConfigError(f"the model is held in {model.dtype}; load it in one of {', '.join(DTYPES)}")
         if not isinstance(tokenizer, PreTrainedTokenizerBase) or not tokenizer.is_fast:
             raise ConfigError(
                 f"tokenizer is a {type(tokenizer).__name__}, which gives no character offsets; give the model's fast "
