@@ -74,8 +74,9 @@ def to_bits(tensor: torch.Tensor) -> torch.Tensor:
 def from_bits(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The numbers (..., dim) of `dtype` whose bits `raw` (..., dim * itemsize) uint8 holds."""
     raw = raw.contiguous()
-    if raw.storage_offset() % dtype.itemsize:  # a part of a single row is contiguous where it stands
-        raw = raw.clone()
+    # A part of a single row counts as contiguous where it stands, which need not be where a number may begin.
+    if any(step % dtype.itemsize for step in (raw.storage_offset(), *raw.stride()[:-1])):
+        raw = raw.clone(memory_format=torch.contiguous_format)
     return raw.view(dtype)
 
 
