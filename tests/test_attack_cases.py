@@ -120,5 +120,5 @@ def test_a_single_exact_token_is_read_whatever_its_key_leaves_of_a_word(dim: int
 
 
 def test_a_model_in_a_dtype_of_no_archive_is_refused_before_anything_is_computed() -> None:
-    with pytest.raises(ConfigError, match="held in torch[.]float64"):
+    with pytest.raises(ConfigError, match="the model is held in"):
         LoadedModel.of(tiny_model("llama").double(), tiny_tokenizer(), name="x")
