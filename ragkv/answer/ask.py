@@ -18,7 +18,7 @@ from ragkv.answer.passages import DocumentEvidence
 from ragkv.answer.stream import AnswerStreamer, StopAnswer
 from ragkv.errors import ConfigError
 from ragkv.model.prefill import kv_nbytes, prefill_cache
-from ragkv.model.prompt import question_ids
+from ragkv.model.prompt import check_question, question_ids
 from ragkv.model.shape import check_length
 from ragkv.recall.cache import ArchiveCache
 from ragkv.recall.composition import Composition, Document
@@ -156,8 +156,7 @@ def check_options(
     check_whole("max_new_tokens", max_new_tokens, 1)
     if budget is not None:
         check_whole("budget", budget, 1)
-    if not question.strip():
-        raise ConfigError("the question is empty; ask something")
+    check_question(question)
 
 
 def _room(composition: Composition, n_question: int, *, mode: str) -> int:

@@ -253,4 +253,6 @@ def _hint(folder: Path) -> str:
         return f"the folder cannot be read ({error.strerror})"
     if inside:
         return f"it holds the archives {', '.join(inside[:5])}{', ...' if len(inside) > 5 else ''}; name one of them"
+    if is_there(folder / "catalog.json"):
+        return "it is a catalog, whose archives are in its folder 'documents'; name one of them"
     return f"it has no {MANIFEST_FILE}; build one with 'ragkv build'"

@@ -73,7 +73,11 @@ def to_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def from_bits(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The numbers (..., dim) of `dtype` whose bits `raw` (..., dim * itemsize) uint8 holds."""
-    return raw.contiguous().view(dtype)
+    raw = raw.contiguous()
+    # A part of a single row counts as contiguous where it stands, which need not be where a number may begin.
+    if any(step % dtype.itemsize for step in (raw.storage_offset(), *raw.stride()[:-1])):
+        raw = raw.clone(memory_format=torch.contiguous_format)
+    return raw.view(dtype)
 
 
 def fits(numbers: torch.Tensor) -> bool:

@@ -41,7 +41,7 @@ from ragkv.errors import (
     ModelMismatchError,
 )
 from ragkv.model.fingerprint import require_match
-from ragkv.model.load import LoadedModel
+from ragkv.model.load import LoadedModel, check_loaded
 from ragkv.model.prefill import CapturedLayer, captured_layers, check_document_length, prefill_cache
 from ragkv.model.prompt import PromptLayout, PromptTokens, document_sha256, tokenize_prompt
 from ragkv.model.shape import model_shape
@@ -79,6 +79,14 @@ class BuildRequest:
         document_name: str = "",
     ) -> BuildRequest:
         """The request to archive a text; recipe and layout default to `Recipe()` and the model's own."""
+        check_loaded(model)
+        for what, given, kind in (
+            ("recipe", recipe, Recipe),
+            ("layout", layout, PromptLayout),
+            ("document_name", document_name, str),
+        ):
+            if given is not None and not isinstance(given, kind):
+                raise ConfigError(f"{what} is a {type(given).__name__}; give a {kind.__name__}")
         layout = layout or model.layout
         return cls(
             model=model,
@@ -86,7 +94,7 @@ class BuildRequest:
             layout=layout,
             recipe=recipe or Recipe(),
             document_sha256=document_sha256(document),
-            document_name=document_name,
+            document_name=document_name or "",
         )
 
     @property

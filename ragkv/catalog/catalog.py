@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,12 +18,13 @@ from ragkv.archive.files import Stamp
 from ragkv.build.builder import BuildRequest, Progress, fit_transforms, stage, write_archive
 from ragkv.catalog.entries import CatalogEntry, as_built, find_entry, with_match
 from ragkv.catalog.folder import CatalogFolder, GcResult
-from ragkv.catalog.head import CatalogHead, has_head, read_head, write_head
-from ragkv.catalog.transforms import SharedTransforms
+from ragkv.catalog.head import CatalogHead, check_same, has_head, read_head, write_head
+from ragkv.catalog.transforms import SharedTransforms, fit_on_texts
 from ragkv.errors import ArchiveCorruptError, ConfigError, ModelMismatchError, RagkvError
 from ragkv.model.fingerprint import Fingerprint, require_match
-from ragkv.model.load import LoadedModel
+from ragkv.model.load import LoadedModel, check_loaded
 from ragkv.model.prompt import PromptLayout, PromptTokens, document_sha256, tokenize_prompt
+from ragkv.model.shape import model_shape
 from ragkv.recall.archive import Archive
 from ragkv.recipe import Recipe, check_whole
 from ragkv.version import __version__
@@ -85,23 +85,31 @@ class Catalog:
         ConfigError
             If it has another layout or recipe, or something that is not a catalog stands there.
         """
+        check_loaded(model)
+        fitted = None
         if not has_head(path):
+            layout, recipe = layout or model.layout, recipe or Recipe()
+            recipe.check_layers(len(model_shape(model.model.config).layers))
+            if texts:  # before anything is written, so that texts that are refused leave no catalog behind
+                fitted = fit_on_texts(model, texts, recipe=recipe, layout=layout, on_progress=on_progress)
             head = CatalogHead(
                 created_by=f"ragkv {__version__}",
                 model_name=model.name,
                 fingerprint=model.fingerprint(),
-                layout=layout or model.layout,
-                recipe=recipe or Recipe(),
+                layout=layout,
+                recipe=recipe,
             )
             write_head(path, head)
         head = read_head(path)  # also after writing: another process may have come first
         _check_model(Path(path), head, model)
         if layout is not None:
-            _check_same(f"catalog {str(path)!r}: layout", head.layout.to_dict(), layout.to_dict())
+            check_same(f"catalog {str(path)!r}: layout", head.layout.to_dict(), layout.to_dict())
         if recipe is not None:
-            _check_same(f"catalog {str(path)!r}: recipe", head.recipe.identity(), recipe.identity())
+            check_same(f"catalog {str(path)!r}: recipe", head.recipe.identity(), recipe.identity())
         catalog = cls(Path(path), head, model, max_open)
-        if texts:
+        if fitted is not None:
+            catalog._transforms.publish(fitted)
+        elif texts:
             catalog.fit_transforms(texts, on_progress=on_progress)
         return catalog
 
@@ -120,6 +128,7 @@ class Catalog:
         """
         head = read_head(path)
         if model is not None:
+            check_loaded(model)
             _check_model(Path(path), head, model)
         return cls(Path(path), head, model, max_open)
 
@@ -213,12 +222,9 @@ class Catalog:
         if self._transforms.get() is not None:
             return
         model = self._loaded("to fit its transforms")
-        requests = [BuildRequest.of(model, text, recipe=self.recipe, layout=self.layout) for text in texts]
-        caches = [request.prefill(stage(on_progress, "prefill")) for request in requests]
-        layers = fit_transforms(requests, caches)
-        if not layers:
-            raise ConfigError("the texts are too short to fit transforms to; give some thousand tokens together")
-        self._transforms.publish(layers)
+        self._transforms.publish(
+            fit_on_texts(model, texts, recipe=self.recipe, layout=self.layout, on_progress=on_progress)
+        )
 
     def _build(self, request: BuildRequest, document_id: str, keeper: _Keeper, on_progress: Progress | None) -> None:
         """Build an archive where its place in the catalog is; transforms are fitted on it if there are none yet."""
@@ -388,13 +394,3 @@ class _Keeper:
 def _check_model(path: Path, head: CatalogHead, model: LoadedModel) -> None:
     what = f"catalog {str(path)!r} ({head.model_name!r}; loaded is {model.name!r})"
     require_match(head.fingerprint, model, what=what)
-
-
-def _check_same(where: str, ours: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    """Refuse to go on with other settings than a catalog's, naming the first that differs."""
-    for name, value in ours.items():
-        if asked.get(name) != value:
-            raise ConfigError(
-                f"{where} has {name} {value!r}, and {asked.get(name)!r} was asked for; leave it out or make another "
-                "catalog"
-            )

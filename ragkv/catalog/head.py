@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,3 +169,13 @@ def write_head(folder: str | Path, head: CatalogHead) -> None:
 def _is_leftover(path: Path) -> bool:
     """The lock of the folder, or a head that was being written when its process died."""
     return path.name == LOCK_FILE or (path.name.startswith(f".{CATALOG_FILE}.") and path.suffix == ".tmp")
+
+
+def check_same(where: str, ours: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    """Refuse to go on with other settings than a catalog's, naming the first that differs."""
+    for name, value in ours.items():
+        if asked.get(name) != value:
+            raise ConfigError(
+                f"{where} has {name} {value!r}, and {asked.get(name)!r} was asked for; leave it out or make another "
+                "catalog"
+            )

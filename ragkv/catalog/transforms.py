@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,10 +14,39 @@ from ragkv.archive.files import system_errors
 from ragkv.archive.publish import publishing_in, sweep, write_whole
 from ragkv.archive.snapshot import SHARED_TRANSFORMS, read_shared
 from ragkv.archive.transforms import LayerTransforms, Transforms, transforms_bytes
+from ragkv.build.builder import BuildRequest, Progress, fit_transforms, stage
 from ragkv.catalog.head import is_document_id
 from ragkv.errors import ArchiveCorruptError, ArchiveNotFoundError, ConfigError
+from ragkv.model.load import LoadedModel
+from ragkv.model.prompt import PromptLayout
+from ragkv.recipe import Recipe
 
 _SUFFIX = ".parquet"
+
+
+def fit_on_texts(
+    model: LoadedModel,
+    texts: Sequence[str],
+    *,
+    recipe: Recipe,
+    layout: PromptLayout,
+    on_progress: Progress | None = None,
+) -> dict[int, LayerTransforms]:
+    """Transforms that suit `texts`, by layer.
+
+    Raises
+    ------
+    ConfigError
+        If a text cannot be archived, or none is long enough to have tokens that are grouped into clusters.
+    """
+    if isinstance(texts, str):
+        raise ConfigError("texts is one text; give a list of texts")
+    requests = [BuildRequest.of(model, text, recipe=recipe, layout=layout) for text in texts]
+    caches = [request.prefill(stage(on_progress, "prefill")) for request in requests]
+    layers = fit_transforms(requests, caches)
+    if not layers:
+        raise ConfigError("the texts are too short to fit transforms to; give some thousand tokens together")
+    return layers
 
 
 class SharedTransforms:

@@ -48,7 +48,7 @@ def build(
         Path | None, typer.Option(callback=local, help="TOML file that says how archives are built.")
     ] = None,
     tokens_per_cluster: Annotated[
-        int | None, typer.Option(help="Mean tokens per cluster; overrides the recipe. [default: 8]")
+        int | None, typer.Option(help="Mean tokens per cluster; overrides the recipe. [default: 4]")
     ] = None,
     layout: LayoutOption = "auto",
     dtype: DtypeOption = None,

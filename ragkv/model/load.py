@@ -77,6 +77,8 @@ class LoadedModel:
         """
         if not isinstance(model, PreTrainedModel):
             raise ConfigError(f"model is a {type(model).__name__}; give a transformers model, or use load_model(name)")
+        if model.dtype not in DTYPES.values():
+            raise ConfigError(f"the model is held in {model.dtype}; load it in one of {', '.join(DTYPES)}")
         if not isinstance(tokenizer, PreTrainedTokenizerBase) or not tokenizer.is_fast:
             raise ConfigError(
                 f"tokenizer is a {type(tokenizer).__name__}, which gives no character offsets; give the model's fast "
@@ -126,8 +128,17 @@ def load_config(name: str) -> PreTrainedConfig:
     return gguf_config(source)
 
 
+def check_loaded(model: object) -> None:
+    """Refuse what is no `LoadedModel`, such as a transformers model by itself."""
+    if not isinstance(model, LoadedModel):
+        raise ConfigError(
+            f"model is a {type(model).__name__}; give what load_model or LoadedModel.of(model, tokenizer, name=...) "
+            "returned"
+        )
+
+
 def load_model(
-    name: str,
+    name: str | Path,
     *,
     dtype: str | torch.dtype | None = None,
     device: str | None = None,
@@ -159,6 +170,10 @@ def load_model(
         If the demo model, or the reader of GGUF files, is not installed.
     """
     chosen_dtype, chosen_device = _parse_dtype(dtype), _parse_device(device)
+    if not isinstance(name, str | Path):
+        raise ConfigError(f"name is {name!r}; {NAMES}")
+    if isinstance(name, Path):  # never a hub id, and without the "./" that a Path drops it could be read as one
+        name = str(name) if name.is_absolute() or str(name).startswith(_LOCAL) else f"./{name}"
     source = _source(name)
     location = source if isinstance(source, str) else str(convert_gguf(source, progress=progress))
     model_shape(_read_config(location, name))

@@ -172,13 +172,19 @@ def tokenize_prompt(tokenizer: PreTrainedTokenizerBase, layout: PromptLayout, do
     )
 
 
+def check_question(question: str) -> None:
+    """Refuse what is no text, and a question that asks nothing."""
+    _require_text("question", question)
+    if not question.strip():
+        raise ConfigError("the question is empty; ask something")
+
+
 def question_ids(tokenizer: PreTrainedTokenizerBase, layout: PromptLayout, question: str) -> list[int]:
     """Token ids that follow the document: the layout's text with `question` in its slot, the question as data.
 
     Special tokens of the layout (the end of a chat turn) are parsed; the ones a question contains are not.
     """
-    if not question.strip():
-        raise ConfigError("the question is empty; ask something")
+    check_question(question)
     _require_text("question", question)
     before, _, after = layout.question.partition(QUESTION_SLOT)
     unnamed = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]  # as in Phi-3 and GLM
@@ -244,7 +250,9 @@ def document_sha256(document: str) -> str:
     return hashlib.sha256(document.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _require_text(name: str, text: str) -> None:
+def _require_text(name: str, text: object) -> None:
+    if not isinstance(text, str):
+        raise ConfigError(f"the {name} is a {type(text).__name__}; give a text, a str")
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -20,7 +20,7 @@ from ragkv.archive.tokens import TokenTable
 from ragkv.archive.transforms import Transforms
 from ragkv.errors import ArchiveCorruptError, ModelMismatchError, NonFiniteError
 from ragkv.model.fingerprint import require_match
-from ragkv.model.load import LoadedModel, padded_inputs, question_inputs
+from ragkv.model.load import LoadedModel, check_loaded, padded_inputs, question_inputs
 from ragkv.model.prompt import PromptLayout, decoded, decoded_spans, document_sha256
 from ragkv.model.shape import ModelShape, check_length, model_shape
 from ragkv.recall.layers import ArchivedLayer, ClusterTable, cluster_table, whole_layer
@@ -73,6 +73,7 @@ class Archive:
         UnsupportedModelError
             If a length-dependent RoPE does not reach over the document.
         """
+        check_loaded(model)
         shape = model_shape(model.model.config)
 
         def accept(manifest: Manifest) -> None:

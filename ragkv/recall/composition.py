@@ -315,6 +315,9 @@ def _check_fit_together(documents: Sequence[Document]) -> None:
         raise ConfigError("there are no documents to compose; give at least one")
     if any(isinstance(document, Composition) for document in documents):
         raise ConfigError("one of the documents is a composition; give the documents that it is of, one by one")
+    odd = next((each for each in documents if not hasattr(each, "prefix_tokens")), None)
+    if odd is not None:
+        raise ConfigError(f"a document to compose is a {type(odd).__name__}; give what Archive.open returned")
     first = documents[0]
     prefix = first.tokens.ids[: first.prefix_tokens]
     for other in documents[1:]:

@@ -59,7 +59,7 @@ class Weighting:
 
     def __post_init__(self) -> None:
         for name, value in (("temperature", self.temperature), ("scale", self.scale)):
-            if not _LEAST_WEIGHT <= value <= _MOST_WEIGHT:
+            if not isinstance(value, int | float) or not _LEAST_WEIGHT <= value <= _MOST_WEIGHT:
                 raise ConfigError(
                     f"weighting: {name} is {value!r}; give a number from {_LEAST_WEIGHT} to {_MOST_WEIGHT}, 1 for none"
                 )
