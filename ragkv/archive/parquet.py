@@ -142,12 +142,22 @@ class _Compact:
         if depth > _DEEPEST:
             raise ArchiveCorruptError("the footer is nested too deeply")
         found: dict[int, Any] = {}
-        field = 0
-        while head := self._byte():
+        field, raw = 0, self.raw
+        while head := raw[self.at]:
+            self.at += 1
             if head < 16:
                 raise ArchiveCorruptError("the fields of the footer are not in order")
-            field += head >> 4
-            found[field] = head & 15 == 1 if head & 15 in (1, 2) else self._value(head & 15, depth)
+            field, kind = field + (head >> 4), head & 15
+            if kind == 6 or kind == 5:  # most values are whole numbers, and most of these short
+                number = raw[self.at]
+                if number < 128:
+                    self.at += 1
+                else:
+                    number = self._varint()
+                found[field] = number >> 1 ^ -(number & 1)
+            else:
+                found[field] = kind == 1 if kind < 3 else self._value(kind, depth)
+        self.at += 1
         return found
 
     def _value(self, kind: int, depth: int) -> Any:
