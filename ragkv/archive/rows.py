@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 import torch
 
 from ragkv.archive.files import FileEntry, one_line, open_regular, stamp_of, system_errors
+from ragkv.archive.parquet import LEVELS_CODE, PLAIN_CODE, RowGroup, read_row_groups
 from ragkv.errors import ArchiveCorruptError, ArchiveReadError, ConfigError
 
 ROWS_FILE = "rows.parquet"
@@ -247,11 +248,11 @@ class RowsFile:
             finally:
                 os.close(descriptor)
             self.mapped = torch.from_numpy(np.frombuffer(self._map, dtype=np.uint8))
-            self._metadata = self._checked_footer(expected)
-            self.groups = self._groups()
+            self._metadata, told = self._checked_footer(expected)
+            self.groups = self._groups(told)
         self._good, self._fit = (np.zeros(len(self.groups.rows), dtype=bool) for _ in range(2))
 
-    def _checked_footer(self, expected: FileEntry) -> pq.FileMetaData:
+    def _checked_footer(self, expected: FileEntry) -> tuple[pq.FileMetaData, list[RowGroup]]:
         raw, length = self.mapped.numpy(), expected.bytes
         n_footer = int.from_bytes(raw[length - _TAIL : length - 4].tobytes(), "little")
         first = length - _TAIL - n_footer
@@ -263,25 +264,24 @@ class RowsFile:
         if raw[: len(_MAGIC)].tobytes() != _MAGIC:  # the only bytes that no checksum covers
             raise ArchiveCorruptError(f"{ROWS_FILE}: it does not begin as a Parquet file does")
         self._footer_start = first
-        return pq.read_metadata(pa.BufferReader(_MAGIC + footer))
+        return pq.read_metadata(pa.BufferReader(_MAGIC + footer)), read_row_groups(footer[:-_TAIL])
 
-    def _groups(self) -> RowGroups:
+    def _groups(self, told: list[RowGroup]) -> RowGroups:
         """Where the row groups lie, from the footer; nothing before it is touched."""
         metadata = self._metadata
-        n_groups, names = metadata.num_row_groups, metadata.schema.to_arrow_schema()
-        if not names.equals(_SCHEMA):
+        n_groups, names = len(told), metadata.schema.to_arrow_schema()
+        if not names.equals(_SCHEMA) or n_groups != metadata.num_row_groups:
             raise ArchiveCorruptError(f"{ROWS_FILE}: its columns are not those of the format")
         said = (metadata.metadata or {}).get(_CHECKSUMS, b"").decode("ascii", "replace")
         if len(said) != 64 * n_groups:
             raise ArchiveCorruptError(f"{ROWS_FILE}: it does not hold one checksum for each row group")
         start, stop, data, rows = (np.zeros(n_groups, dtype=np.int64) for _ in range(4))
         end = len(_MAGIC)
-        for place in range(n_groups):
-            group = metadata.row_group(place)
-            payload = group.column(group.num_columns - 1)
-            first = group.column(0).data_page_offset
-            start[place], stop[place] = end, payload.data_page_offset + payload.total_compressed_size
-            data[place], rows[place] = payload.data_page_offset, group.num_rows
+        for place, group in enumerate(told):
+            payload = group.columns[-1]
+            start[place], stop[place] = end, payload.first_page + payload.bytes
+            data[place], rows[place] = payload.first_page, group.rows
+            first = group.columns[0].first_page
             if first != end or not end < data[place] < stop[place] <= self._footer_start or not _is_bounded(group):
                 raise ArchiveCorruptError(f"{ROWS_FILE}: row group {place} is not laid out as the format says")
             end = int(stop[place])
@@ -359,21 +359,20 @@ class RowsFile:
         return groups.start.nbytes * 4 + 32 * len(groups.sha256)
 
 
-def _is_bounded(group: pq.RowGroupMetaData) -> bool:
+def _is_bounded(group: RowGroup) -> bool:
     """Whether a row group has rows, all of it is uncompressed, and its tokens are as many as its payload can hold.
 
     Else little on disk could be much in memory.
     """
-    columns = [group.column(index) for index in range(group.num_columns)]
-    *numbers, positions, payload = columns
-    most = payload.total_compressed_size
+    *numbers, positions, payload = group.columns
+    most = payload.bytes
     return (
-        all(column.compression == "UNCOMPRESSED" for column in columns)
-        and all(column.total_uncompressed_size == column.total_compressed_size for column in columns)
-        and set(payload.encodings) <= {"PLAIN", "RLE"}
-        and all(column.num_values == group.num_rows for column in (*numbers, payload))
-        and 0 < LENGTH_BYTES * group.num_rows < most
-        and group.num_rows <= positions.num_values <= most
+        len(group.columns) == len(_SCHEMA)
+        and all(column.is_uncompressed and column.uncompressed_bytes == column.bytes for column in group.columns)
+        and payload.encodings <= {PLAIN_CODE, LEVELS_CODE}
+        and all(column.values == group.rows for column in (*numbers, payload))
+        and 0 < LENGTH_BYTES * group.rows < most
+        and group.rows <= positions.values <= most
     )
 
 
