@@ -41,13 +41,18 @@ _WRONG = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     given = _parser().parse_args(arguments)
-    logging.getLogger("ragkv").setLevel(logging.ERROR)  # what is left out of a catalog, and how codes fit
-    if given.command == "replace":
-        counts = run_replace(given.opens)
-    elif given.command == "kill":
-        counts = run_kill(given.steps, seed=given.seed)
-    else:
-        counts = run_tamper(given.archives, seed=given.seed)
+    log = logging.getLogger("ragkv")
+    before = log.level
+    log.setLevel(logging.ERROR)  # what is left out of a catalog, and how codes fit
+    try:
+        if given.command == "replace":
+            counts = run_replace(given.opens)
+        elif given.command == "kill":
+            counts = run_kill(given.steps, seed=given.seed)
+        else:
+            counts = run_tamper(given.archives, seed=given.seed)
+    finally:
+        log.setLevel(before)
     print(f"{given.command}: {summary(counts)}")
     return 1 if failures(counts) else 0
 

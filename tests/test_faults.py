@@ -172,7 +172,7 @@ def test_a_file_that_is_no_parquet_under_checksums_that_hold_is_corrupt(archive:
     (archive / "tokens.parquet").write_text("hello")
     entry = {"bytes": 5, "sha256": hashlib.sha256(b"hello").hexdigest()}
     edit_sealed(archive / "manifest.json", lambda body: body["files"].update({"tokens.parquet": entry}))
-    with pytest.raises(ArchiveCorruptError, match=r"tokens\.parquet cannot be read"):
+    with pytest.raises(ArchiveCorruptError, match=r"tokens\.parquet: its footer does not fit"):
         Archive.open(archive, loaded(_MODEL))
 
 

@@ -62,8 +62,8 @@ def test_compressed_columns_and_dictionaries_are_told(tmp_path: Path) -> None:
     (group,) = read_row_groups(footer(tmp_path / "c"))
     assert not group.columns[0].is_uncompressed
     pq.write_table(table, tmp_path / "d", compression="none", use_dictionary=True)
-    with pytest.raises(ArchiveCorruptError, match="has a dictionary"):
-        read_row_groups(footer(tmp_path / "d"))
+    (group,) = read_row_groups(footer(tmp_path / "d"))
+    assert not group.columns[0].is_uncompressed
 
 
 def test_an_unknown_codec_is_a_fault_and_not_the_end_of_the_process(built: Path, tmp_path: Path) -> None:

@@ -74,7 +74,10 @@ def _footer(name: str, raw: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class ColumnChunk:
-    """What a footer says of one column of a row group: its encodings as numbers, and its first page's place."""
+    """What a footer says of one column of a row group: its encodings as numbers, and its first page's place.
+
+    What lies in another file or in a dictionary counts as compressed.
+    """
 
     is_uncompressed: bool
     encodings: frozenset[int]
@@ -112,10 +115,9 @@ def read_row_groups(footer: bytes) -> list[RowGroup]:
 
 def _column(chunk: dict[int, Any]) -> ColumnChunk:
     about = chunk[3]
-    if 1 in chunk or 11 in about:
-        raise ArchiveCorruptError("a column lies in another file, or has a dictionary")
+    elsewhere = 1 in chunk or 11 in about  # in another file, or in a dictionary
     return ColumnChunk(
-        is_uncompressed=_number(about, 4) == 0,
+        is_uncompressed=_number(about, 4) == 0 and not elsewhere,
         encodings=frozenset(about[2]),
         values=_number(about, 5),
         uncompressed_bytes=_number(about, 6),
