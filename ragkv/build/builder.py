@@ -50,7 +50,7 @@ from ragkv.version import __version__
 
 log = logging.getLogger(__name__)
 
-MISFIT = 1.5
+MISFIT = 2.0
 """Distortion, as a multiple of that under transforms of its own, from which a document is said to fit badly."""
 
 Progress = Callable[[str, int, int], None]
