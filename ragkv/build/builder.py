@@ -210,7 +210,7 @@ def write_archive(
                 if windows[index] is None and clusters:
                     part = cluster_layer(layer, span, request.recipe, moment=moments.get(index))
                     own[index] = _own_or_shared(part, request.recipe, index, transforms)
-                    coded[index] = encode_layer(part, own[index])
+                    coded[index] = encode_layer(part, own[index], judged=transforms is not None)
                     rows.add_clusters(index, coded[index].sizes, coded[index].positions, coded[index].payload)
                     coded[index] = _without_rows(coded[index])
                     asked = max(asked, part.clusters.asked)

@@ -126,8 +126,11 @@ def fit_layer(parts: Sequence[ClusteredLayer], recipe: Recipe, index: int) -> La
     )
 
 
-def encode_layer(part: ClusteredLayer, transforms: LayerTransforms) -> CodedLayer:
-    """Code prototypes, and every token against the coded prototype of its cluster."""
+def encode_layer(part: ClusteredLayer, transforms: LayerTransforms, *, judged: bool = True) -> CodedLayer:
+    """Code prototypes, and every token against the coded prototype of its cluster.
+
+    How well transforms fit is only told where they are `judged`: there is no better fit than transforms of its own.
+    """
     clusters, labels = part.clusters, part.clusters.labels
     moment = transforms.query_moment
     metric = None if moment is None else query_metric(moment)
@@ -153,10 +156,12 @@ def encode_layer(part: ClusteredLayer, transforms: LayerTransforms) -> CodedLaye
         spreads=spreads * used,
     )
     counts = clusters.n_clusters.tolist()
-    misfits = [
-        _misfit(key_residuals, key_bits, transforms.key_rows, metric),
-        _misfit(value_residuals, value_bits, transforms.value_rows, None),
-    ]
+    misfits = [1.0]
+    if judged:
+        misfits = [
+            _misfit(key_residuals, key_bits, transforms.key_rows, metric),
+            _misfit(value_residuals, value_bits, transforms.value_rows, None),
+        ]
     return CodedLayer(
         prototypes=prototypes,
         positions=order + part.first,
